@@ -1,0 +1,44 @@
+"""Manual mesh axes: what an array varies over inside ``shard_map``, and how to make arrays agree.
+
+The only module that reads JAX's varying-manual-axes types, so that a rename in JAX is mended in one place.
+With ``check_vma=False`` nothing is recorded and every function here is the identity.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def axis_is_manual(axis_name: str) -> bool:
+    """True inside a ``shard_map`` that is manual over ``axis_name``."""
+    return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def axis_size(axis_name: str) -> int:
+    """Size of a manual axis; an axis that is not manual here counts as 1."""
+    return lax.axis_size(axis_name) if axis_is_manual(axis_name) else 1
+
+
+def axis_index(axis_name: str) -> jax.Array:
+    """This device's index on a manual axis, int32; 0 where the axis is not manual."""
+    return lax.axis_index(axis_name) if axis_is_manual(axis_name) else jnp.int32(0)
+
+
+def vary_alike(*trees):
+    """Cast every array to vary over the union of all their manual axes.
+
+    The transpose of the cast is the ``psum`` that a gradient of a replicated array needs, so a custom VJP called on
+    the result may return cotangents that vary like any of its inputs.
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(trees)))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, trees)
+
+
+def full_like(shape: tuple[int, ...], value: float, dtype, *like: jax.Array) -> jax.Array:
+    """A constant array that varies over the same manual axes as ``like``, as a loop's first carry must."""
+    return vary_alike(jnp.full(shape, value, dtype), *like)[0]

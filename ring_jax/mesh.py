@@ -1,0 +1,63 @@
+"""The mesh: four named axes, and devices placed so that ring neighbors are neighbors on the machine."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+AXES = ("data", "tensor", "pipeline", "sequence")
+"""Order of the mesh axes.
+
+==========  ==========================================  =================================
+axis        what is cut over it                         traffic
+==========  ==========================================  =================================
+data        batch rows                                  gradient sums
+tensor      heads, MLP width                            activations, twice a layer
+pipeline    layers                                      activations, once a stage
+sequence    tokens (context parallelism)                keys and values round the ring
+==========  ==========================================  =================================
+"""
+
+
+def make_mesh(
+    *, data: int = 1, tensor: int = 1, pipeline: int = 1, sequence: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Arrange devices in a (data, tensor, pipeline, sequence) mesh.
+
+    The sequence axis is innermost, so that ring neighbors are neighbors: consecutive GPUs of a host, and on TPU what
+    `jax.experimental.mesh_utils` lays along the torus.
+
+    Args:
+      data, tensor, pipeline, sequence: axis sizes, at least 1.
+      devices: the devices to use; None takes all (on a CPU host the first that are needed).
+
+    Returns:
+      A `jax.sharding.Mesh` with Auto axes.
+
+    Raises:
+      ValueError: a size below 1, or sizes whose product is not the number of devices.
+
+    Example:
+      >>> make_mesh(sequence=1, devices=jax.devices()[:1]).axis_names
+      ('data', 'tensor', 'pipeline', 'sequence')
+    """
+    shape = (data, tensor, pipeline, sequence)
+    text = ", ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True))
+    if min(shape) < 1:
+        raise ValueError(f"mesh axis sizes must be at least 1; got {text}")
+    needed = math.prod(shape)
+    given = list(jax.devices() if devices is None else devices)
+    simulated = devices is None and given[0].platform == "cpu"
+    if needed > len(given) or (needed < len(given) and not simulated):
+        fix = (
+            f'simulate more with jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used'
+            if simulated
+            else "change the sizes, or pass the devices to use"
+        )
+        raise ValueError(f"mesh {text} needs {needed} devices, but there are {len(given)} ({given[0].platform}); {fix}")
+    if given[0].platform == "cpu":
+        return Mesh(np.array(given[:needed]).reshape(shape), AXES)
+    return Mesh(mesh_utils.create_device_mesh(shape, given), AXES)
