@@ -9,12 +9,14 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ring_jax import layouts, manual, options, ring
 from ring_jax.masks import Tokens
+from ring_jax.options import TokenIds
 from ring_jax.ring import Inputs, RingSpec
 
 type _Axis = str | tuple[str, ...] | None
@@ -37,21 +39,22 @@ class _Shards(NamedTuple):
         """Of query, key, value, out; without its last entry, of lse."""
         return PartitionSpec(self.batch or None, self.sequence or None, self.heads or None)
 
-    def inputs(self, inputs: Inputs) -> Inputs:
-        """A `PartitionSpec` for every array of the inputs."""
+    def inputs(self, inputs: Inputs) -> Any:
+        """The inputs with a `PartitionSpec` in the place of every array."""
 
         def tokens(x: Array) -> PartitionSpec:
             return PartitionSpec((self.batch or None) if x.shape[0] > 1 else None, self.sequence or None)
 
-        arrays = self.arrays
-        pairs = [jax.tree.map(tokens, x) for x in (inputs.query_tokens, inputs.key_tokens)]
-        return Inputs(arrays, arrays, arrays, *pairs, PartitionSpec())
+        arrays: Any = self.arrays
+        scalar: Any = PartitionSpec()
+        query_tokens, key_tokens = (jax.tree.map(tokens, x) for x in (inputs.query_tokens, inputs.key_tokens))
+        return Inputs(arrays, arrays, arrays, query_tokens, key_tokens, scalar)
 
 
 def dot_product_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[Array | np.ndarray, "B T N H"],
+    key: Float[Array | np.ndarray, "B S K H"],
+    value: Float[Array | np.ndarray, "B S K Hv"],
     bias: Any = None,
     mask: Any = None,
     *,
@@ -61,8 +64,8 @@ def dot_product_attention(
     is_causal: bool = False,
     local_window_size: Any = None,
     chunk_size: int | None = None,
-    segment_ids: Int[Array, "..."] | tuple[Int[Array, "..."], Int[Array, "..."]] | None = None,
-    positions: Int[Array, "..."] | tuple[Int[Array, "..."], Int[Array, "..."]] | None = None,
+    segment_ids: TokenIds = None,
+    positions: TokenIds = None,
     logits_soft_cap: float | None = None,
     sinks: Any = None,
     mask_fn: Any = None,
@@ -121,17 +124,17 @@ def dot_product_attention(
       Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3.
     """
     keywords = dict(locals())
-    arrays = [keywords.pop(name) for name in ("query", "key", "value")]
-    axes = [keywords.pop(name) for name in ("mesh", "batch_axis", "head_axis", "sequence_axis")]
+    for name in ("query", "key", "value", "mesh", "batch_axis", "head_axis", "sequence_axis"):
+        del keywords[name]
     options.check(**keywords)
-    options.check_arrays(*arrays)
-    shards = _make_shards(*axes)
+    options.check_arrays(query, key, value)
+    shards = _make_shards(mesh, batch_axis, head_axis, sequence_axis)
     if shards is None:
         del keywords["strategy"]
-        return ring.ring_attention(*arrays, **keywords, axis_name=sequence_axis or "sequence")
-    _check_sizes(arrays, shards, layout)
+        return ring.ring_attention(query, key, value, **keywords, axis_name=sequence_axis or "sequence")
+    _check_sizes(query, key, shards, layout)
     spec = ring.make_spec(query, keywords, shards.sequence[0] if shards.sequence else "")
-    inputs = ring.make_inputs(*arrays, keywords)
+    inputs = ring.make_inputs(query, key, value, keywords)
     if AxisType.Explicit in shards.mesh.axis_types:
         placed = jax.tree.map(lambda p: NamedSharding(shards.mesh, p), shards.inputs(inputs))
         inputs = jax.tree.map(jax.sharding.reshard, inputs, placed)
@@ -164,9 +167,8 @@ def _make_shards(mesh, batch_axis: _Axis, head_axis: _Axis, sequence_axis: str |
     return _Shards(mesh, frozenset(mesh.axis_names) - manual_axes, batch, heads, sequence)
 
 
-def _check_sizes(arrays: list[Array], shards: _Shards, layout: str | None) -> None:
+def _check_sizes(query: Any, key: Any, shards: _Shards, layout: str | None) -> None:
     """Raise ValueError for sizes that the mesh cannot cut evenly."""
-    query, key, _ = arrays
     batch, heads, sequence = shards.size(shards.batch), shards.size(shards.heads), shards.size(shards.sequence)
     if query.shape[0] % batch:
         raise ValueError(

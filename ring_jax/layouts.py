@@ -29,7 +29,7 @@ LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
 def check_layout(layout: str) -> None:
     """Raise ValueError, naming the nearest layout, for a name that is none."""
     if layout not in LAYOUTS:
-        near = difflib.get_close_matches(str(layout), LAYOUTS, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(layout, LAYOUTS, n=1, cutoff=0.3)
         hint = f'did you mean "{near[0]}"? ' if near else ""
         raise ValueError(f"{layout=!r} is not a layout: {hint}choose one of {', '.join(LAYOUTS)}")
 

@@ -34,13 +34,11 @@ class Tokens(NamedTuple):
 
 
 class TileBounds(NamedTuple):
-    """Smallest and largest over the tokens of each tile that are not padding; ``[R, n]``."""
+    """(smallest, largest) over the tokens of each tile that are not padding, each ``[R, n]``."""
 
     num_tiles: int
-    position_min: Int[Array, "R n"] | None
-    position_max: Int[Array, "R n"] | None
-    segment_min: Int[Array, "R n"] | None
-    segment_max: Int[Array, "R n"] | None
+    positions: tuple[Int[Array, "R n"], Int[Array, "R n"]] | None
+    segment_ids: tuple[Int[Array, "R n"], Int[Array, "R n"]] | None
 
 
 def visible(query: Tokens, key: Tokens, *, is_causal: bool) -> Bool[Array, "R T S"] | None:
@@ -55,8 +53,9 @@ def visible(query: Tokens, key: Tokens, *, is_causal: bool) -> Bool[Array, "R T 
     """
     mask = None
     if is_causal:
+        assert query.positions is not None and key.positions is not None
         mask = query.positions[:, :, None] >= key.positions[:, None, :]
-    if query.segment_ids is not None:
+    if query.segment_ids is not None and key.segment_ids is not None:
         same = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
         same &= query.segment_ids[:, :, None] != 0
         mask = same if mask is None else mask & same
@@ -73,25 +72,26 @@ def tile_bounds(tokens: Tokens, length: int, tile: int) -> TileBounds:
     starts = tile_starts(length, tile)
     index = starts[:, None] + np.arange(tile)
     positions = None if tokens.positions is None else tokens.positions[:, index]
-    if tokens.segment_ids is None:
-        low, high = (None, None) if positions is None else (positions.min(-1), positions.max(-1))
-        return TileBounds(len(starts), low, high, None, None)
-    segments = tokens.segment_ids[:, index]
-    real = segments != 0
+    segments = None if tokens.segment_ids is None else tokens.segment_ids[:, index]
 
-    def bounds(values: Array) -> tuple[Array, Array]:
+    def bounds(values: Array | None) -> tuple[Array, Array] | None:
+        if values is None:
+            return None
+        if segments is None:
+            return values.min(-1), values.max(-1)
+        real = segments != 0
         return jnp.where(real, values, _INT32.max).min(-1), jnp.where(real, values, _INT32.min).max(-1)
 
-    low, high = (None, None) if positions is None else bounds(positions)
-    return TileBounds(len(starts), low, high, *bounds(segments))
+    return TileBounds(len(starts), bounds(positions), bounds(segments))
 
 
 def tile_live(query: TileBounds, key: TileBounds, *, is_causal: bool) -> Bool[Array, "R nq nk"]:
     """False where no query of the tile can see a key of the tile: the kernel's own skip predicate."""
     live = jnp.ones((1, query.num_tiles, key.num_tiles), bool)
     if is_causal:
-        live &= query.position_max[:, :, None] >= key.position_min[:, None, :]
-    if query.segment_min is not None:
-        live &= query.segment_max[:, :, None] >= key.segment_min[:, None, :]
-        live &= key.segment_max[:, None, :] >= query.segment_min[:, :, None]
+        assert query.positions is not None and key.positions is not None
+        live &= query.positions[1][:, :, None] >= key.positions[0][:, None, :]
+    if query.segment_ids is not None and key.segment_ids is not None:
+        live &= query.segment_ids[1][:, :, None] >= key.segment_ids[0][:, None, :]
+        live &= key.segment_ids[1][:, None, :] >= query.segment_ids[0][:, :, None]
     return live

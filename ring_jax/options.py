@@ -10,8 +10,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Int
 
 from ring_jax.layouts import check_layout
+
+_Ids = Int[Array | np.ndarray, "..."]
+TokenIds = _Ids | tuple[_Ids, _Ids] | None
+"""Segment ids or positions: one array for queries and keys alike, or a pair."""
 
 STRATEGIES = ("auto", "ring", "all_gather", "ulysses", "usp")
 IMPLEMENTATIONS = ("xla", "pallas_tpu", "cudnn", "pallas_gpu")

@@ -1,22 +1,24 @@
 """Dense attention: the definition of right. Everything else in this package is compared with it."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ring_jax import masks, options
 from ring_jax.masks import Tokens
+from ring_jax.options import TokenIds
 
 
 def reference_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[Array | np.ndarray, "B T N H"],
+    key: Float[Array | np.ndarray, "B S K H"],
+    value: Float[Array | np.ndarray, "B S K Hv"],
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    segment_ids: Int[Array, "..."] | tuple[Int[Array, "..."], Int[Array, "..."]] | None = None,
-    positions: Int[Array, "..."] | tuple[Int[Array, "..."], Int[Array, "..."]] | None = None,
+    segment_ids: TokenIds = None,
+    positions: TokenIds = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Attend densely, forming every score.

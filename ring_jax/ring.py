@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ring_jax import layouts, manual, options, softmax
 from ring_jax.kernels import xla
 from ring_jax.masks import Tokens
+from ring_jax.options import TokenIds
 
 
 class RingSpec(NamedTuple):
@@ -57,9 +59,9 @@ type _Block = tuple[Array, Tokens]
 
 
 def ring_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[Array | np.ndarray, "B T N H"],
+    key: Float[Array | np.ndarray, "B S K H"],
+    value: Float[Array | np.ndarray, "B S K Hv"],
     bias: Any = None,
     mask: Any = None,
     *,
@@ -69,8 +71,8 @@ def ring_attention(
     is_causal: bool = False,
     local_window_size: Any = None,
     chunk_size: int | None = None,
-    segment_ids: Int[Array, "..."] | tuple[Int[Array, "..."], Int[Array, "..."]] | None = None,
-    positions: Int[Array, "..."] | tuple[Int[Array, "..."], Int[Array, "..."]] | None = None,
+    segment_ids: TokenIds = None,
+    positions: TokenIds = None,
     logits_soft_cap: float | None = None,
     sinks: Any = None,
     mask_fn: Any = None,
@@ -129,37 +131,38 @@ def ring_attention(
       global lse: Dao, FlashAttention-2, arXiv:2307.08691, section 3.1.2.
     """
     keywords = dict(locals())
-    arrays = {name: keywords.pop(name) for name in ("query", "key", "value")}
-    axis_name = keywords.pop("axis_name")
+    for name in ("query", "key", "value", "axis_name"):
+        del keywords[name]
     options.check(**keywords)
-    options.check_arrays(*arrays.values())
-    spec = make_spec(arrays["query"], keywords, axis_name)
-    inputs = make_inputs(*arrays.values(), keywords)._replace(rank=manual.axis_index(axis_name))
+    options.check_arrays(query, key, value)
+    spec = make_spec(query, keywords, axis_name)
+    inputs = make_inputs(query, key, value, keywords)._replace(rank=manual.axis_index(axis_name))
     check_local_lengths(inputs, spec)
     # Positions are tied to the query: values that depend on positions alone would be computed once for a whole scan
     # over layers and kept, one mask for every tile.
     tied = lax.optimization_barrier((inputs.query, inputs.query_tokens, inputs.key_tokens, inputs.rank))
     inputs = Inputs(tied[0], inputs.key, inputs.value, *tied[1:])
     out, lse = _attend(spec, *manual.vary_alike(*inputs))
-    return (out, lse) if keywords["return_residual"] else out
+    return (out, lse) if return_residual else out
 
 
-def make_spec(query: Array, keywords: dict[str, Any], axis_name: str) -> RingSpec:
+def make_spec(query: Any, keywords: dict[str, Any], axis_name: str) -> RingSpec:
     """The static part of a call whose keywords have been checked."""
     scale = keywords["scale"]
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     return RingSpec(axis_name, scale, bool(keywords["is_causal"]), keywords["layout"])
 
 
-def make_inputs(query: Array, key: Array, value: Array, keywords: dict[str, Any]) -> Inputs:
+def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any]) -> Inputs:
     """The arrays of a call, with positions dropped where no rule reads them."""
     lengths = query.shape[1], key.shape[1]
     positions = options.as_pair("positions", keywords["positions"], query.shape[0], lengths)
     segments = options.as_pair("segment_ids", keywords["segment_ids"], query.shape[0], lengths)
     if not keywords["is_causal"]:
         positions = None, None
-    tokens = [Tokens(*pair) for pair in zip(positions, segments, strict=True)]
-    return Inputs(query, key, value, *tokens, jnp.int32(0))
+    query_tokens, key_tokens = (Tokens(*pair) for pair in zip(positions, segments, strict=True))
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    return Inputs(query, key, value, query_tokens, key_tokens, jnp.int32(0))
 
 
 def check_local_lengths(inputs: Inputs, spec: RingSpec) -> None:
@@ -234,7 +237,7 @@ class _Ring(NamedTuple):
         return tokens
 
     def default_positions(self, shard: Array, length: int) -> Array:
-        positions = layouts.shard_positions(self.spec.layout, shard, length, self.size)
+        positions = layouts.shard_positions(self.spec.layout or "contiguous", shard, length, self.size)
         return jnp.broadcast_to(positions, (self.layout.rows, length))
 
     def kernel_options(self) -> dict[str, Any]:
@@ -337,12 +340,12 @@ def backward(
     else:
         # Steps 0 and 1 send keys alone, steps 2 to N - 2 both, step N - 1 gradients alone.
         (dq, block), own = lax.scan(send_keys, (dq, block), jnp.arange(min(2, ring.size - 1)))
-        home = own[0]
+        arriving: Array | float = 0.0
         if ring.size > 2:
             (dq, block, pending), _ = lax.scan(send_both, (dq, block, own[1]), jnp.arange(2, ring.size - 1))
-            pending = ring.hop(pending)
+            arriving = ring.hop(pending)
         dq, dkv = attend(dq, block, ring.size - 1)
-        home += ring.hop(dkv if ring.size == 2 else pending + dkv)
+        home = own[0] + ring.hop(arriving + dkv)
     dq = ring.layout.heads(dq, True).astype(inputs.query.dtype)
     dk, dv = jnp.split(ring.layout.heads(home, False).astype(inputs.key.dtype), [inputs.key.shape[-1]], axis=-1)
     return dq, dk, dv

@@ -1,0 +1,55 @@
+# The tasks of this repository. Each does its own set-up; `make help` lists them.
+
+ARGS =
+WORKERS = 2
+VENV = .venv
+PY = $(VENV)/bin/python
+SETUP = PYTHON="$(PYTHON)" sh scripts/setup.sh
+PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# matplotlib would keep its font list in the home directory.
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all test-oldest lint format bench lock clean
+
+help: ## List the tasks
+	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+setup: ## Make .venv with the pinned packages (the other tasks do this first)
+	@$(SETUP) .venv requirements/dev.txt
+
+quickstart: setup ## Train a small model on the CPU, as 8 devices; ARGS="--num-steps 20" changes the run
+	$(PY) -m train run configs/quickstart.py --platform cpu $$(sh scripts/run_dir.sh runs/quickstart $(ARGS)) $(ARGS)
+
+test: setup ## Run the tests without the slow ones; ARGS="tests/test_ring.py -k zigzag" picks some
+	$(PYTEST) $(ARGS)
+
+test-all: setup ## Run the slow tests, too
+	$(PYTEST) -m "slow or not slow" $(ARGS)
+
+test-oldest: VENV = .venv-oldest
+test-oldest: ## Run the tests on the oldest JAX that is supported, in .venv-oldest
+	@$(SETUP) .venv-oldest requirements/oldest.txt
+	$(PYTEST) $(ARGS)
+
+lint: setup ## Check style, format, types and the direction of the imports
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m pyrefly check
+	$(PY) $(VENV)/bin/lint-imports --no-cache
+
+format: setup ## Format the code and mend what ruff can mend
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+bench: setup ## Time the attention against jax.nn.dot_product_attention
+	$(PY) -m benchmarks.attention $(ARGS)
+
+lock: setup ## Pin the packages of pyproject.toml anew; ARGS=--upgrade takes the newest of each
+	sh scripts/lock.sh $(ARGS)
+
+clean: ## Remove the virtual environments, caches and builds; runs/ stays
+	rm -rf .venv .venv-oldest .cache .hypothesis .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,147 @@
+"""The blocks of a decoder layer.
+
+Every block takes its sizes from its weights, so one code runs on whole weights and, inside a `shard_map`, on local
+shards: heads and MLP columns are cut over the `tensor` axis (column-parallel in, row-parallel out), and the partial
+products of the last matmul are summed over it. Activations between blocks are whole on every tensor shard.
+
+Parameters are float32; they are cast to the type of the activations where they are used. They are created stacked,
+[L, ...]; `lax.scan` hands `__call__` the slice of one layer.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+import ring_jax
+from models.config import ModelConfig
+from models.sharding import RULES, psum
+from ring_jax import manual
+
+type Positions = Int[Array, "B T"] | Int[Array, " T"]
+
+
+def random_weight(rngs: nnx.Rngs, shape: tuple[int, ...], *, fan_in: int, gain: float = 1.0) -> nnx.Param:
+    """A float32 parameter drawn from a normal distribution with variance gain^2 / fan_in."""
+    # Drawn as a matrix: XLA takes several times as long to compile a draw with more dimensions.
+    rows = math.prod(shape[:2]) if len(shape) > 2 else shape[0]
+    draw = jax.random.normal(rngs.params(), (rows, math.prod(shape) // rows), jnp.float32)
+    return nnx.Param((draw * (gain * fan_in**-0.5)).reshape(shape))
+
+
+def rotary_tables(
+    positions: Int[Array, "*B T"], head_dim: int, theta: float
+) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
+    """Cosine and sine of the rotary angles, position * theta^(-2i/H), float32.
+
+    A float32 holds neither large integers nor large angles: at position 10^6 a plain product is wrong by up to 0.06
+    radians, and from 2^24 on neighbors collide. So the position is split, p = 65536 * a + b, and the part of
+    a is reduced modulo 2 pi with frequencies prepared in float64. Below 65,536 the result is that of the plain product;
+    it is within 0.02 radians up to 2^31 - 1.
+    """
+    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    coarse_frequency = np.mod(65536 * frequency, 2 * np.pi)
+    coarse = (positions >> 16).astype(jnp.float32)[..., None] * coarse_frequency.astype(np.float32)
+    fine = (positions & 0xFFFF).astype(jnp.float32)[..., None] * frequency.astype(np.float32)
+    angle = fine + jnp.mod(coarse, np.float32(2 * np.pi))
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "B T heads H"], cos: Float[Array, "*B T half"], sin: Float[Array, "*B T half"]
+) -> Float[Array, "B T heads H"]:
+    """Turn each pair of channels (i, i + H/2) of every head by the angle of its token, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, computed in float32 and returned in the type of x."""
+
+    def __init__(self, shape: tuple[int, ...], *, eps: float):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32))
+
+    @jax.named_scope("norm")
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(jnp.float32)
+        inverse_rms = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse_rms * self.scale[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary embeddings, over the ring of the `sequence` axis."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        layers, d, n = config.num_layers, config.embed_dim, config.num_heads
+        k, h = config.num_kv_heads, config.head_dim
+        self.rope_theta = config.rope_theta
+        self.query = random_weight(rngs, (layers, d, n, h), fan_in=d)
+        self.key = random_weight(rngs, (layers, d, k, h), fan_in=d)
+        self.value = random_weight(rngs, (layers, d, k, h), fan_in=d)
+        self.output = random_weight(rngs, (layers, n, h, d), fan_in=n * h, gain=(2 * layers) ** -0.5)
+
+    @jax.named_scope("attention")
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Positions, segment_ids: Positions | None, *, layout: str
+    ) -> Float[Array, "B T D"]:
+        x = manual.vary_alike(x, self.query[...])[0]  # one sum of its cotangents over `tensor`, not three
+        query = jnp.einsum("BTD,DNH->BTNH", x, self.query[...].astype(x.dtype))
+        key = jnp.einsum("BTD,DKH->BTKH", x, self.key[...].astype(x.dtype))
+        value = jnp.einsum("BTD,DKH->BTKH", x, self.value[...].astype(x.dtype))
+        cos, sin = rotary_tables(positions, query.shape[-1], self.rope_theta)
+        attended = ring_jax.ring_attention(
+            rotate(query, cos, sin),
+            rotate(key, cos, sin),
+            value,
+            is_causal=True,
+            positions=positions,
+            segment_ids=segment_ids,
+            layout=layout,
+            axis_name=RULES.sequence,
+        )
+        return psum(jnp.einsum("BTNH,NHD->BTD", attended, self.output[...].astype(x.dtype)), RULES.heads)
+
+
+class MLP(nnx.Module):
+    """SwiGLU: (silu(x gate) * (x up)) down."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        layers, d, f = config.num_layers, config.embed_dim, config.mlp_dim
+        self.gate = random_weight(rngs, (layers, d, f), fan_in=d)
+        self.up = random_weight(rngs, (layers, d, f), fan_in=d)
+        self.down = random_weight(rngs, (layers, f, d), fan_in=f, gain=(2 * layers) ** -0.5)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = manual.vary_alike(x, self.gate[...])[0]  # one sum of its cotangents over `tensor`, not two
+        gate = jnp.einsum("BTD,DF->BTF", x, self.gate[...].astype(x.dtype))
+        up = jnp.einsum("BTD,DF->BTF", x, self.up[...].astype(x.dtype))
+        down = jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down[...].astype(x.dtype))
+        return psum(down, RULES.mlp)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        norm_shape = (config.num_layers, config.embed_dim)
+        self.attention_norm = RMSNorm(norm_shape, eps=config.norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(norm_shape, eps=config.norm_eps)
+        self.mlp = MLP(config, rngs=rngs)
+
+    @jax.named_scope("layer")
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Positions, segment_ids: Positions | None, *, layout: str
+    ) -> Float[Array, "B T D"]:
+        # What depends on positions alone would be computed before the loop over layers when that loop is
+        # differentiated, and kept: a mask for every pair of tokens. Tied to x, it is computed here and dropped.
+        x, positions, segment_ids = lax.optimization_barrier((x, positions, segment_ids))
+        x = x + self.attention(self.attention_norm(x), positions, segment_ids, layout=layout)
+        return x + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,207 @@
+"""Checkpoints: the saved bits come back on any mesh, and what is half-written or foreign is said to be so."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import config, write_text
+
+from ring_jax import make_mesh
+from train.checkpoint import CheckpointError, CheckpointStore, Meta, check_compatible
+from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, to_json
+from train.data import batches, load_corpus
+from train.step import abstract_state, init_state, make_train_step, place_batch
+
+FINGERPRINT = "0123456789abcdef"
+
+
+def meta(step, run=None, **changes):
+    run = run or config()
+    return Meta(step=step, data_state={"next": step}, config=to_json(run), text_fingerprint=FINGERPRINT, **changes)
+
+
+def mesh_of(run):
+    return make_mesh(**run.mesh.sizes())
+
+
+def host(state):
+    return jax.tree.leaves(jax.device_get(state))
+
+
+def assert_same_bits(state, expected):
+    for got, want in zip(host(state), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run directory with checkpoints of the steps 2 and 4, and the bits of their arrays."""
+    run_dir = tmp_path_factory.mktemp("run")
+    run = config(mesh=MeshConfig(tensor=2, pipeline=2, sequence=2))
+    state = init_state(run, mesh_of(run))
+    store = CheckpointStore(run_dir, keep=2)
+    bits = {}
+    for step in (1, 2, 4):
+        state = dataclasses.replace(state, step=jax.device_put(np.int32(step), state.step.sharding))
+        store.save(state, meta(step, run))
+        bits[step] = host(state)
+    store.close()
+    return run_dir, bits
+
+
+@pytest.fixture
+def run_dir(saved, tmp_path):
+    """A copy that a test may damage."""
+    shutil.copytree(saved[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 1), (1, 1, 1, 1), (1, 1, 1, 3)])
+def test_the_saved_bits_come_back_on_any_mesh_in_its_shardings(saved, sizes):
+    run = config(mesh=MeshConfig(**dict(zip(("data", "tensor", "pipeline", "sequence"), sizes, strict=True))))
+    abstract = abstract_state(run, mesh_of(run))
+    store = CheckpointStore(saved[0], keep=2)
+    state, restored, passed_over = store.restore(abstract)
+    store.close()
+    assert_same_bits(state, saved[1][4])
+    assert (restored.step, restored.data_state, passed_over) == (4, {"next": 4}, [])
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert got.sharding == want.sharding
+        assert got.dtype == want.dtype
+
+
+def test_the_first_step_after_a_restore_does_not_compile_again(tmp_path):
+    run = config(data=DataConfig(path=write_text(tmp_path / "text"), seq_len=64, batch_size=2))
+    mesh, corpus = mesh_of(run), load_corpus(run.data)
+    data = batches(corpus.train, seq_len=64, batch_size=2, seed=0)
+    step = make_train_step(run, mesh)
+    state, _ = step(init_state(run, mesh), place_batch(next(data), run, mesh))
+    state, _ = step(state, place_batch(next(data), run, mesh))
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    store.save(state, dataclasses.replace(meta(2, run), data_state=data.get_state()))
+    batch = next(data)
+    unbroken = host(step(state, place_batch(batch, run, mesh)))
+
+    restored, found, _ = store.restore(abstract_state(run, mesh))
+    store.close()
+    compiled = step._cache_size()
+    again = batches(corpus.train, seq_len=64, batch_size=2, seed=0)
+    again.set_state(found.data_state)
+    assert_same_bits(step(restored, place_batch(next(again), run, mesh)), unbroken)
+    assert step._cache_size() == compiled == 1
+
+
+def test_the_newest_are_kept_and_a_saved_step_is_not_saved_again(saved, tmp_path):
+    folders = sorted(path.name for path in (saved[0] / "checkpoints").iterdir())
+    assert folders == ["2", "4"]
+    store = CheckpointStore(saved[0], keep=2)
+    store.save(init_state(config(), mesh_of(config())), meta(4))
+    state, _, _ = store.restore(abstract_state(config(), mesh_of(config())))
+    store.close()
+    assert_same_bits(state, saved[1][4])
+
+
+def test_bytes_as_data_state(tmp_path):
+    run = config()
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(init_state(run, mesh_of(run)), dataclasses.replace(meta(1), data_state=b"\x00\xff position"))
+    assert store.read_meta().data_state == b"\x00\xff position"
+    store.close()
+
+
+def _remove_meta(folder):
+    shutil.rmtree(folder / "meta")
+
+
+def _remove_arrays(folder):
+    shutil.rmtree(folder / "state")
+
+
+def _cut_arrays(folder):
+    for path in sorted((folder / "state").rglob("d/*")):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _empty_folder(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+# What orbax leaves behind when tensorstore finds damage: callbacks into an event loop that is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", [_remove_meta, _remove_arrays, _cut_arrays, _empty_folder])
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(saved, run_dir, damage):
+    damage(run_dir / "checkpoints" / "4")
+    run = config()
+    store = CheckpointStore(run_dir, keep=2)
+    state, found, passed_over = store.restore(abstract_state(run, mesh_of(run)))
+    assert found.step == 2
+    assert_same_bits(state, saved[1][2])
+    assert len(passed_over) == 1
+    assert passed_over[0].startswith("4: incomplete or damaged")
+    assert (run_dir / "checkpoints_incomplete" / "4").is_dir()
+    store.save(state, meta(4))  # the step can be saved again
+    store.close()
+    reopened = CheckpointStore(run_dir, keep=2)
+    assert reopened.read_meta().step == 4
+    reopened.close()
+
+
+def test_an_interrupted_write_is_passed_over_and_moved_away(saved, run_dir):
+    (run_dir / "checkpoints" / "4").rename(run_dir / "checkpoints" / "4.orbax-checkpoint-tmp")
+    run = config()
+    store = CheckpointStore(run_dir, keep=2)
+    assert store.read_meta().step == 2
+    state, _, passed_over = store.restore(abstract_state(run, mesh_of(run)))
+    store.close()
+    assert_same_bits(state, saved[1][2])
+    assert passed_over == ["4.orbax-checkpoint-tmp: an interrupted write"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2"]
+
+
+def test_an_interrupted_first_checkpoint_is_a_clear_error(run_dir):
+    shutil.rmtree(run_dir / "checkpoints" / "2")
+    (run_dir / "checkpoints" / "4").rename(run_dir / "checkpoints" / "4.orbax-checkpoint-tmp")
+    store = CheckpointStore(run_dir, keep=2)
+    for call in (store.read_meta, lambda: store.restore(abstract_state(config(), mesh_of(config())))):
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint.*interrupted write.*start without --resume"):
+            call()
+    store.close()
+
+
+def test_a_checkpoint_of_another_model_or_text_is_refused_with_the_fields():
+    other = config(
+        model=dataclasses.replace(config().model, embed_dim=32),
+        data=DataConfig(seq_len=128, batch_size=2),
+        optimizer=OptimizerConfig(name="sgd"),
+        seed=5,
+    )
+    with pytest.raises(CheckpointError, match="step 4 belongs to another run") as caught:
+        check_compatible(meta(4), other, FINGERPRINT)
+    message = str(caught.value)
+    for line in (
+        "model.embed_dim: 16 in the checkpoint, 32 in this run",
+        "data.seq_len: 64 in the checkpoint, 128 in this run",
+        "optimizer.name: adamw in the checkpoint, sgd in this run",
+        "seed: 0 in the checkpoint, 5 in this run",
+        "another --run-dir",
+    ):
+        assert line in message
+    with pytest.raises(CheckpointError, match="the text changed since step 4"):
+        check_compatible(meta(4), config(), "fedcba9876543210")
+
+
+def test_what_may_change_is_reported():
+    other = config(
+        model=dataclasses.replace(config().model, remat=False),
+        mesh=MeshConfig(data=2),
+        num_steps=9,
+        checkpoint=CheckpointConfig(every=3),
+        run_dir="elsewhere",
+        resume=True,
+    )
+    lines = check_compatible(meta(4), other, FINGERPRINT)
+    names = [line.split(":")[0] for line in lines]
+    assert names == ["checkpoint.every", "mesh.data", "mesh.sequence", "model.remat", "num_steps"]

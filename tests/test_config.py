@@ -1,0 +1,147 @@
+"""The configuration: every rule between its fields is reported at once, with value, rule and fix."""
+
+import ast
+import dataclasses
+import inspect
+import json
+
+import pytest
+from tiny_run import config
+
+from models import config as model_config
+from train import config as train_config
+from train.config import (
+    CheckpointConfig,
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    clamp_warmup,
+    differing_fields,
+    nearest,
+    to_json,
+    validate,
+)
+
+REPLACE = dataclasses.replace
+
+
+def test_a_good_configuration_passes():
+    validate(config(), 2)
+    validate(config(mesh=MeshConfig(data=2, tensor=2, pipeline=2, sequence=2), data=DataConfig(seq_len=64)), 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices", "value", "rule", "fix"),
+    [
+        (
+            {"mesh": MeshConfig(sequence=4)},
+            8,
+            "data 1 x tensor 1 x pipeline 1 x sequence 4 = 4 devices",
+            "exactly the 8 devices that there are",
+            "--platform cpu",
+        ),
+        ({"data": DataConfig(seq_len=66)}, 2, "seq_len=66", "divisible by 4", "--data.seq-len 68"),
+        (
+            {"data": DataConfig(seq_len=65), "layout": "contiguous"},
+            2,
+            "seq_len=65",
+            "divisible by 2",
+            "--data.seq-len 66",
+        ),
+        ({"mesh": MeshConfig(tensor=4)}, 4, "num_heads=2", "divisible by mesh.tensor=4", "use mesh.tensor=2"),
+        ({"mesh": MeshConfig(pipeline=3)}, 3, "num_layers=2", "divisible by mesh.pipeline=3", "num_layers=3"),
+        ({"mesh": MeshConfig(data=4)}, 4, "batch_size=2", "divisible by mesh.data=4", "--data.batch-size 4"),
+        ({"num_microbatches": 4}, 2, "batch_size=2", "num_microbatches=4", "--data.batch-size 4"),
+        ({"model": REPLACE(config().model, num_kv_heads=3)}, 2, "num_heads=2", "multiple", "num_kv_heads"),
+        (
+            {"model": REPLACE(config().model, vocab_size=100)},
+            2,
+            "vocab_size=100",
+            "at least 256",
+            "--model.vocab-size 256",
+        ),
+        ({"layout": "zigzga"}, 2, "layout='zigzga'", "one of contiguous, striped, zigzag", "did you mean 'zigzag'?"),
+        ({"optimizer": OptimizerConfig(name="adam")}, 2, "'adam'", "one of adamw, sgd", "did you mean 'adamw'?"),
+        ({"num_steps": 0}, 2, "num_steps=0", "at least 1", "--num-steps 1"),
+        ({"mesh": MeshConfig(sequence=0)}, 2, "mesh.sequence=0", "at least 1", "--mesh.sequence 1"),
+        ({"data": DataConfig(seq_len=64, batch_size=-2)}, 2, "batch_size=-2", "at least 1", "--data.batch-size 1"),
+        ({"optimizer": OptimizerConfig(learning_rate=float("nan"))}, 2, "learning_rate=nan", "finite", "1e-3"),
+        ({"optimizer": OptimizerConfig(clip_norm=0.0)}, 2, "clip_norm=0.0", "greater than 0", "1.0"),
+        ({"optimizer": OptimizerConfig(b2=1.0)}, 2, "b2=1.0", "less than 1", "0.95"),
+        ({"checkpoint": CheckpointConfig(every=0)}, 2, "checkpoint.every=0", "at least 1", "--checkpoint.every 1"),
+        ({"eval_every": -1}, 2, "eval_every=-1", "at least 0", "--eval-every 0"),
+        ({"seed": -1}, 2, "seed=-1", "at least 0", "--seed 0"),
+    ],
+)
+def test_a_problem_names_value_rule_and_fix(changes, num_devices, value, rule, fix):
+    with pytest.raises(ValueError, match="in the configuration") as caught:
+        validate(config(**changes), num_devices, device_kind="NVIDIA H200")
+    message = str(caught.value)
+    assert value in message
+    assert rule in message
+    assert fix in message
+
+
+def test_all_problems_are_listed_at_once():
+    broken = config(
+        mesh=MeshConfig(tensor=3, sequence=2),
+        data=DataConfig(seq_len=66, batch_size=3),
+        num_microbatches=2,
+        num_steps=0,
+    )
+    with pytest.raises(ValueError, match="in the configuration") as caught:
+        validate(broken, 8)
+    message = str(caught.value)
+    assert message.startswith("7 problems")
+    for part in (
+        "mesh data 1",
+        "seq_len=66",
+        "batch_size=3",
+        "num_steps=0",
+        "num_heads=2",
+        "num_kv_heads=2",
+        "mlp_dim=32",
+    ):
+        assert part in message
+
+
+def test_a_mismatch_names_the_devices():
+    with pytest.raises(ValueError, match=r"exactly the 8 devices that there are \(NVIDIA H200\)"):
+        validate(config(), 8, device_kind="NVIDIA H200")
+
+
+def test_warmup_is_clamped_to_the_run():
+    assert clamp_warmup(config(num_steps=1)).optimizer.warmup_steps == 1
+    assert clamp_warmup(config()) == config()
+
+
+def test_json_holds_every_field_and_differences_are_named_with_both_values():
+    saved = to_json(config())
+    assert json.loads(json.dumps(saved)) == saved
+    assert differing_fields(saved, to_json(config())) == []
+    changed = to_json(config(model=REPLACE(config().model, embed_dim=32), seed=3))
+    assert differing_fields(saved, changed) == [
+        "model.embed_dim: 16 in the checkpoint, 32 in this run",
+        "seed: 0 in the checkpoint, 3 in this run",
+    ]
+    del changed["seed"]
+    assert differing_fields(saved, changed)[-1] == "seed: 0 in the checkpoint, (absent) in this run"
+
+
+def test_nearest_name():
+    assert nearest("rnu", ["run", "plan"]) == "; did you mean 'run'?"
+    assert nearest("xyz", ["run", "plan"]) == ""
+
+
+def test_every_field_is_documented_and_the_tree_is_small():
+    leaves = 0
+    for module in (train_config, model_config):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef):
+                fields = [place for place, line in enumerate(node.body) if isinstance(line, ast.AnnAssign)]
+                leaves += len(fields)
+                for place in fields:
+                    after = node.body[place + 1]
+                    is_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    assert is_docstring, f"{node.name}.{node.body[place].target.id}"
+    assert leaves <= 60

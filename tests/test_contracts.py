@@ -1,0 +1,207 @@
+"""What the compiled program does: hops, bytes, skipped tiles, memory. Exact on any machine.
+
+The backward pass is compiled apart from the forward, or XLA may merge their hops.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import documents
+from hlo import collectives
+from jax import P
+from jaxtyping import config as jaxtyping_config
+
+import ring_jax
+from ring_jax import layouts, masks, ring
+from ring_jax.kernels import xla
+from ring_jax.masks import Tokens
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
+
+
+def compile_ring(
+    size: int, local: int, *, dtype="float32", backward: bool, heads=HEADS, packed: bool = False, batch=BATCH
+):
+    """The ring's forward or backward pass alone, causal zigzag, on ``size`` devices."""
+    mesh = ring_jax.make_mesh(sequence=size)
+    spec = P(None, "sequence")
+    keywords = {"is_causal": True, "layout": "zigzag"}
+
+    def arrays(heads):
+        return jax.ShapeDtypeStruct(
+            (batch, local * size, heads, HEAD_DIM), dtype, sharding=jax.NamedSharding(mesh, spec)
+        )
+
+    ids = jax.ShapeDtypeStruct((batch, local * size), "int32", sharding=jax.NamedSharding(mesh, spec))
+    query, key = arrays(heads), arrays(KV_HEADS)
+
+    def attend(query, key, value, ids):
+        given = {"segment_ids": ids, "positions": ids} if packed else {}
+        return ring_jax.ring_attention(query, key, value, **given, **keywords)
+
+    attend = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+    if not backward:
+        return jax.jit(attend).lower(query, key, key, ids).compile()
+
+    def back(query, key, value, out, lse, dout):
+        inputs = ring.Inputs(query, key, value, Tokens(None, None), Tokens(None, None), jax.lax.axis_index("sequence"))
+        inputs = ring.Inputs(*ring.manual.vary_alike(*inputs))
+        return ring.backward(
+            ring.RingSpec("sequence", HEAD_DIM**-0.5, True, "zigzag"), inputs, out, lse, dout, jnp.zeros_like(lse)
+        )
+
+    lse = jax.ShapeDtypeStruct(query.shape[:-1], "float32", sharding=query.sharding)
+    back = jax.shard_map(back, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(back).lower(query, key, key, query, lse, query).compile()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_forward_hops(size: int, dtype: str):
+    local = 16
+    found = collectives(compile_ring(size, local, dtype=dtype, backward=False).as_text())
+    assert {x.kind for x in found} <= {"collective-permute"}, "no all-gather of K or V, no other collective"
+    assert not any(x.conditional for x in found)
+    assert sum(x.runs for x in found) == size - 1
+    # A CPU computes bfloat16 in float32 and may move it so: what counts is the number of elements.
+    itemsize = 4 if found and found[0].dtype == "f32" else jnp.dtype(dtype).itemsize
+    assert {x.num_bytes for x in found} <= {2 * itemsize * BATCH * KV_HEADS * HEAD_DIM * local}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_backward_hops(size: int):
+    local = 16
+    found = collectives(compile_ring(size, local, backward=True).as_text())
+    assert {x.kind for x in found} <= {"collective-permute"}
+    assert not any(x.conditional for x in found)
+    # N - 1 hops of K and V and N - 1 of dK and dV: the part of the own block stays at home.
+    block = 2 * 4 * BATCH * KV_HEADS * HEAD_DIM * local
+    assert sum(x.runs * x.num_bytes for x in found) == 2 * (size - 1) * block
+    assert {x.num_bytes for x in found} <= {block, 2 * block}
+
+
+def test_ids_and_positions_travel_with_the_keys():
+    found = collectives(compile_ring(4, 16, backward=False, packed=True).as_text())
+    assert {x.kind for x in found} == {"collective-permute"}
+    sent = sum(x.runs * x.num_bytes for x in found if x.dtype == "s32")
+    assert sent == 3 * 2 * 4 * BATCH * 16
+
+
+def live_tiles(layout: str, size: int, length: int, tokens: dict[str, np.ndarray] | None = None) -> np.ndarray:
+    """Score entries that each device computes, by the kernel's own tiles and skip predicate."""
+    local = length // size
+    tile = xla.tile_size(local, layouts.chunk_length(layout, local, size))
+    order = ring_jax.permutation(layout, length, size)
+    positions = np.arange(length, dtype=np.int32) if tokens is None else tokens["positions"]
+    segments = None if tokens is None else jnp.asarray(tokens["segment_ids"][order])[None]
+    counts = []
+    every = Tokens(jnp.asarray(positions[order])[None], segments)
+    for device in range(size):
+        mine = jax.tree.map(lambda x, i=device: x[:, i * local : (i + 1) * local], every)
+        bounds = masks.tile_bounds(mine, local, tile), masks.tile_bounds(every, length, tile)
+        counts.append(int(masks.tile_live(*bounds, is_causal=True).sum()) * tile**2)
+    return np.array(counts)
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 2048), (4, 4096), (8, 4096), (8, 8192), (3, 6144)])
+def test_causal_zigzag_work_is_near_ideal_and_even(size: int, length: int):
+    counts = live_tiles("zigzag", size, length)
+    assert counts.sum() <= 1.10 * length * (length + 1) / 2
+    assert counts.max() <= 1.02 * counts.mean()
+
+
+def test_contiguous_work_is_uneven():
+    """The bound N / (2N - 1) of performance tables: the last device does nearly twice the mean."""
+    counts = live_tiles("contiguous", 8, 4096)
+    assert counts.max() > 1.7 * counts.mean()
+
+
+def test_packed_work_is_skipped():
+    length = 2048
+    segments = np.repeat(np.arange(1, 17, dtype=np.int32), length // 16)
+    positions = np.tile(np.arange(length // 16, dtype=np.int32), 16)
+    counts = live_tiles("contiguous", 4, length, {"segment_ids": segments, "positions": positions})
+    assert counts.sum() == length * length // 16
+
+
+@pytest.mark.parametrize("kind", ["causal", "packed"])
+def test_the_kernel_visits_exactly_the_live_tiles(kind: str, monkeypatch):
+    """A counter inside the kernel against the predicate evaluated outside."""
+    length, tile = 64, 8
+    segments, positions = documents(length, 16, seed=3)
+    tokens = Tokens(jnp.asarray(positions)[None], jnp.asarray(segments)[None])
+    if kind == "causal":
+        tokens = Tokens(jnp.arange(length, dtype=jnp.int32)[None], None)
+    bounds = masks.tile_bounds(tokens, length, tile)
+    live = int(masks.tile_live(bounds, bounds, is_causal=True).sum())
+    assert 0 < live < (length // tile) ** 2
+    visits = []
+    scores = xla._scores
+
+    def counted(*arguments):
+        jax.debug.callback(lambda: visits.append(1))
+        return scores(*arguments)
+
+    monkeypatch.setattr(xla, "_scores", counted)
+    x = jnp.ones((1, 1, 1, 1, length, 4))
+    kv = jnp.ones((1, 1, 1, length, 8))
+    keywords = {"scale": 1.0, "is_causal": True, "tiles": (tile, tile)}
+    zero = x[..., 0]
+    jax.block_until_ready(
+        xla.forward_block(xla.Carry(0 * x, zero + xla.EMPTY, 0 * zero), x, kv, tokens, tokens, **keywords)
+    )
+    jax.effects_barrier()
+    assert len(visits) == live
+    jax.block_until_ready(xla.backward_block(0 * x, x, kv, x, zero, zero, tokens, tokens, **keywords))
+    jax.effects_barrier()
+    assert len(visits) == 2 * live
+
+
+def temporaries(size: int, local: int, backward: bool) -> int:
+    return compile_ring(size, local, backward=backward, heads=4, batch=1).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_is_constant_in_the_ring_size(backward: bool):
+    """Temporaries per device at fixed T/N."""
+    sizes = [temporaries(n, 512, backward) for n in (4, 8, 16)]
+    assert max(sizes) <= 1.05 * min(sizes), sizes
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_falls_with_the_ring_size(backward: bool):
+    """Temporaries per device at fixed T halve with twice the devices."""
+    assert temporaries(8, 4096, backward) <= 0.55 * temporaries(4, 8192, backward)
+
+
+def test_scan_over_layers_keeps_no_masks():
+    """Values that depend on positions alone must not be computed once and kept: one mask for each tile, O(T*S)."""
+    length, layers = 2048, 4
+    mesh = ring_jax.make_mesh(sequence=2)
+
+    def loss(x, scales, positions, packed):
+        def layer(x, scale):
+            attend = functools.partial(ring_jax.ring_attention, is_causal=True, layout="zigzag")
+            given = {"positions": positions, "segment_ids": positions // 100 + 1} if packed else {}
+            return x + attend(x * scale, x, x, **given), None
+
+        return jax.lax.psum(jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, scales)[0]), "sequence")
+
+    x = jax.ShapeDtypeStruct((1, length, 1, 8), "float32")
+    scales = jax.ShapeDtypeStruct((layers,), "float32")
+    positions = jax.ShapeDtypeStruct((length,), "int32")
+    for packed in (False, True):
+        specs = P(None, "sequence"), P(), P("sequence")
+        fun = jax.shard_map(
+            jax.grad(functools.partial(loss, packed=packed)), mesh=mesh, in_specs=specs, out_specs=specs[0]
+        )
+        used = jax.jit(fun).lower(x, scales, positions).compile().memory_analysis().temp_size_in_bytes
+        # One mask of the local block is 1 MiB; what a layer needs here is far less.
+        assert used < (length // 2) ** 2, used
+
+
+def test_jaxtyping_is_on():
+    assert not jaxtyping_config.jaxtyping_disable

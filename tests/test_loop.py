@@ -1,0 +1,224 @@
+"""The loop: what a run writes, and that stopping it anywhere changes nothing but the time it takes."""
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_run import config, write_text
+
+from ring_jax import make_mesh
+from train import loop, report
+from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig
+from train.data import load_corpus
+from train.metrics import read_rows
+from train.signals import StopRequest
+from train.step import init_state, make_train_step
+
+ROW = {"step", "loss", "tokens_per_s", "step_time_s", "grad_norm", "lr"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("loop") / "text")
+
+
+def tiny(text, run_dir, **changes):
+    data = DataConfig(path=text, seq_len=64, batch_size=2, held_out_fraction=0.2)
+    return config(data=data, run_dir=str(run_dir), **changes)
+
+
+def run(run_config):
+    """(exit code, output) of a run, which compiles its step at most once."""
+    output, steps = io.StringIO(), []
+    console = Console(file=output, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def make_and_remember(*arguments):
+        steps.append(make_train_step(*arguments))
+        return steps[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", make_and_remember)
+        code = loop.train(loop.prepare(run_config, resume_command="python -m train run tiny --resume"), console)
+    assert [step._cache_size() <= 1 for step in steps] == [True]
+    return code, output.getvalue()
+
+
+def losses(run_dir):
+    return [(row["step"], row["loss"]) for row in read_rows(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    """(run directory, output) of a run that nothing stopped."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    code, output = run(tiny(text, run_dir))
+    assert code == 0
+    return run_dir, output
+
+
+def test_a_run_writes_everything_it_promises(unbroken):
+    run_dir, _ = unbroken
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {
+        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "summary.json", "tensorboard"
+    }  # fmt: skip
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert any(path.name.startswith("events.out.tfevents") for path in (run_dir / "tensorboard").iterdir())
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["4", "6"]
+    assert json.loads((run_dir / "config.json").read_text())["model"]["embed_dim"] == 16
+
+    rows = read_rows(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row.keys() - {"held_out_loss"} == ROW for row in rows)
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [3, 6]
+    assert all(np.float32(row["loss"]) == row["loss"] for row in rows), "a loss is a float32, to the last bit"
+
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary.keys() == {
+        "step", "held_out_loss", "held_out_bits_per_byte", "bigram_bits_per_byte", "tokens_per_s", "num_params"
+    }  # fmt: skip
+    assert summary["step"] == 6
+    assert summary["held_out_loss"] == rows[-1]["held_out_loss"]
+    assert summary["held_out_bits_per_byte"] == pytest.approx(summary["held_out_loss"] / np.log(2))
+
+
+def test_a_run_says_what_it_does(unbroken):
+    _, output = unbroken
+    for part in (
+        "sequence",
+        "parameters: 13,",
+        "global batch = 2 rows x 64 = 128 tokens",
+        "held out",
+        "to beat:",
+        "step 1/6  loss",
+        "tokens/s",
+        "s/step",
+        "ETA",
+        "continued by the model",
+        "the bigram's",
+    ):
+        assert part in output
+
+
+def test_the_loss_falls(unbroken):
+    values = [loss for _, loss in losses(unbroken[0])]
+    assert values[-1] < values[0]
+
+
+def stop_after(run_config, last_step, number=signal.SIGINT):
+    """Run until a signal arrives while a step is reported."""
+    plain_step = report.StepReporter.step
+
+    def step(self, step, row):
+        plain_step(self, step, row)
+        if step == last_step:
+            os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report.StepReporter, "step", step)
+        return run(run_config)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_the_step_and_the_run_continues_bit_for_bit(text, tmp_path, unbroken, number, code):
+    run_dir = tmp_path / "run"
+    stopped, output = stop_after(tiny(text, run_dir), 3, number)
+    assert stopped == code
+    assert f"stopped after step 3 of 6, saved in {run_dir}/checkpoints" in output
+    assert "continue with: python -m train run tiny --resume" in output
+    assert not (run_dir / "summary.json").exists()
+
+    finished, output = run(tiny(text, run_dir, resume=True))
+    assert finished == 0
+    assert "continuing after step 3" in output
+    assert losses(run_dir) == losses(unbroken[0])
+    bits = [json.loads((place / "summary.json").read_text())["held_out_loss"] for place in (run_dir, unbroken[0])]
+    assert bits[0] == bits[1]
+
+
+def test_rows_after_the_checkpoint_are_dropped_and_written_again(text, tmp_path, unbroken):
+    run_dir = tmp_path / "run"
+    run_config = tiny(text, run_dir, checkpoint=CheckpointConfig(every=4, keep=2))
+    stop_after(run_config, 5)
+    shutil.rmtree(run_dir / "checkpoints" / "5")  # as if the process had been killed before it saved
+    code, output = run(dataclasses.replace(run_config, resume=True))
+    assert code == 0
+    assert "dropped 1 rows of metrics.jsonl after step 4" in output
+    assert losses(run_dir) == losses(unbroken[0])
+
+
+def test_a_finished_run_can_be_resumed_and_only_scores_again(unbroken, text, tmp_path):
+    shutil.copytree(unbroken[0], tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    code, _ = run(tiny(text, tmp_path / "run", resume=True))
+    assert code == 0
+    assert losses(tmp_path / "run") == losses(unbroken[0])
+    old, new = (json.loads((place / "summary.json").read_text()) for place in (unbroken[0], tmp_path / "run"))
+    assert new == old
+
+
+def test_resume_on_another_mesh_goes_on_with_the_same_losses(unbroken, text, tmp_path):
+    run_dir = tmp_path / "run"
+    stop_after(tiny(text, run_dir), 3)
+    code, output = run(tiny(text, run_dir, mesh=MeshConfig(data=2), resume=True))
+    assert code == 0
+    assert "changed since the checkpoint: mesh.data: 1 in the checkpoint, 2 in this run" in output
+    np.testing.assert_allclose(np.array(losses(run_dir)), np.array(losses(unbroken[0])), rtol=1e-5)
+
+
+def test_the_held_out_loss_is_the_mean_over_all_targets(text, tmp_path):
+    run_config = tiny(text, tmp_path)
+    mesh, corpus = make_mesh(sequence=2), load_corpus(run_config.data)
+    state = init_state(run_config, mesh)
+    held_out_loss = loop._make_evaluate(run_config, mesh, corpus, StopRequest())(state, None)
+
+    model = jax.device_put(jax.device_get(state.params), jax.devices()[0])  # the same model on one device, no mesh
+    log_probabilities = jax.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens[None])[0]))
+    total = count = 0
+    for document in corpus.held_out:
+        for start in range(0, len(document), 64):
+            tokens = np.zeros(64, np.int32)  # what follows the text cannot change what comes before
+            piece, targets = document.tokens[start : start + 64], document.tokens[start + 1 : start + 65]
+            tokens[: len(piece)] = piece
+            scores = np.asarray(log_probabilities(model, jnp.asarray(tokens)), np.float64)
+            total -= scores[np.arange(len(targets)), targets].sum()
+            count += len(targets)
+    assert count % 128, "the last batch is not full"
+    assert held_out_loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_used_directory_needs_resume_and_resume_needs_a_run(text, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    for name, resume, message in (
+        ("used", False, "already holds a run; continue it with --resume, choose another --run-dir"),
+        ("used/notes.txt", False, "is a file; name a folder"),
+        ("used", True, "holds no checkpoints, so there is nothing to continue; correct --run-dir"),
+        ("empty", True, "holds no checkpoints, so there is nothing to continue; correct --run-dir"),
+        ("absent", True, "does not exist, so there is nothing to continue; correct --run-dir"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loop.prepare(tiny(text, tmp_path / name, resume=resume), resume_command="")
+
+
+def test_a_long_warmup_is_clamped_and_said_so(text, tmp_path):
+    run_config = tiny(text, tmp_path / "run", optimizer=OptimizerConfig(warmup_steps=50))
+    prepared = loop.prepare(run_config, resume_command="")
+    assert prepared.config.optimizer.warmup_steps == 6
+    assert prepared.notes == ["optimizer.warmup_steps=50 is more than num_steps=6: clamped to 6"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    loop._check_finite(1.0, 3, tmp_path)
+    for loss in (float("nan"), float("inf")):
+        with pytest.raises(FloatingPointError, match=r"at step 3 must be finite; lower --optimizer\.learning-rate"):
+            loop._check_finite(loss, 3, tmp_path)

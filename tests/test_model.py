@@ -1,0 +1,240 @@
+"""The model: against float64 NumPy, and the same function wherever its tokens lie."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import P
+
+from models import ModelConfig, Transformer
+from models.layers import rotary_tables
+from models.sharding import RULES, param_specs
+from ring_jax import from_layout, make_mesh, to_layout
+
+CONFIG = ModelConfig(
+    vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24, rope_theta=500.0
+)
+B, T = 2, 16
+LAYOUTS = ("contiguous", "striped", "zigzag")
+# Lengths 3, 2, 4, 1 and six tokens of padding: no document ends with a shard of four.
+PACKED_POSITIONS = np.array([0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0], np.int32)
+PACKED_SEGMENTS = np.array([1, 1, 1, 2, 2, 3, 3, 3, 3, 4, 0, 0, 0, 0, 0, 0], np.int32)
+
+
+@functools.cache
+def make_model(**changes) -> Transformer:
+    return jax.jit(lambda: Transformer(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, (B, T)).astype(np.int32)
+
+
+def run(model: Transformer, tokens: np.ndarray, **keywords) -> np.ndarray:
+    keywords = {name: jnp.asarray(x) for name, x in keywords.items()}
+    return np.asarray(jax.jit(lambda model, tokens, keywords: model(tokens, **keywords))(model, tokens, keywords))
+
+
+def run_sharded(model, tokens, *, layout, sequence, tensor=1, positions=None, segment_ids=None) -> np.ndarray:
+    """The same call on local shards; everything goes in and comes out in natural order."""
+    cut = P("data", "sequence")
+    call = jax.shard_map(
+        lambda model, tokens, extra: model(tokens, layout=layout, **extra),
+        mesh=make_mesh(tensor=tensor, sequence=sequence),
+        in_specs=(param_specs(model), cut, cut),
+        out_specs=P("data", ("pipeline", "sequence")),  # the weights vary over pipeline, so the logits do, too
+    )
+    extra = {"positions": positions, "segment_ids": segment_ids}
+    place = functools.partial(to_layout, layout=layout, num_shards=sequence)
+    extra = {name: place(np.broadcast_to(x, tokens.shape)) for name, x in extra.items() if x is not None}
+    return from_layout(np.asarray(jax.jit(call)(model, place(tokens), extra)), layout, sequence)
+
+
+# --- one device ----------------------------------------------------------------------------------------------------
+
+
+def numpy_model(model: Transformer, tokens, positions, segment_ids) -> np.ndarray:
+    """The whole forward pass in float64, dense, head by head."""
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model)
+    config, layers = model.config, weights.layers
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
+
+    def turn(x, positions):
+        half = config.head_dim // 2
+        angle = positions[..., None] * config.rope_theta ** (-np.arange(half) / half)
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    sees = (positions[:, :, None] >= positions[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    sees &= segment_ids[:, :, None] > 0
+    x = weights.embedding.get_value()[tokens]
+    for i in range(config.num_layers):
+        h, out = norm(x, layers.attention_norm.scale.get_value()[i]), 0
+        for n in range(config.num_heads):
+            k = n // (config.num_heads // config.num_kv_heads)
+            query = turn(h @ layers.attention.query.get_value()[i, :, n], positions)
+            key = turn(h @ layers.attention.key.get_value()[i, :, k], positions)
+            score = query @ key.transpose(0, 2, 1) / np.sqrt(config.head_dim)
+            share = np.where(sees, np.exp(score - score.max(-1, keepdims=True)), 0)
+            share /= np.maximum(share.sum(-1, keepdims=True), 1e-300)
+            out += share @ (h @ layers.attention.value.get_value()[i, :, k]) @ layers.attention.output.get_value()[i, n]
+        x = x + out
+        h = norm(x, layers.mlp_norm.scale.get_value()[i])
+        gate, up = h @ layers.mlp.gate.get_value()[i], h @ layers.mlp.up.get_value()[i]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layers.mlp.down.get_value()[i]
+    head = weights.embedding.get_value().T if weights.unembedding is None else weights.unembedding.get_value()
+    return norm(x, weights.final_norm.scale.get_value()) @ head
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_forward_equals_numpy_in_float64(tokens, tie_embeddings):
+    model = make_model(tie_embeddings=tie_embeddings)
+    place = {
+        "positions": np.stack([np.arange(T, dtype=np.int32), PACKED_POSITIONS]),
+        "segment_ids": np.stack([np.ones(T, np.int32), PACKED_SEGMENTS]),
+    }
+    logits = run(model, tokens, **place)
+    want = numpy_model(model, tokens, **place)
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, want, atol=5e-6 * np.abs(want).max())
+
+
+def test_a_row_without_positions_is_one_document(tokens):
+    model = make_model()
+    explicit = run(model, tokens, positions=jnp.arange(T), segment_ids=jnp.ones((B, T), jnp.int32))
+    np.testing.assert_allclose(run(model, tokens), explicit, atol=1e-6)
+
+
+def test_a_packed_document_gets_the_logits_it_gets_alone(tokens):
+    model = make_model()
+    packed = run(model, tokens, positions=PACKED_POSITIONS, segment_ids=PACKED_SEGMENTS)
+    alone = run(model, tokens[:, 5:9])
+    np.testing.assert_allclose(packed[:, 5:9], alone, atol=2e-6)
+    unset = run(model, tokens, segment_ids=PACKED_SEGMENTS)  # rotary angles are relative: documents need not start at 0
+    np.testing.assert_allclose(unset[:, 5:9], alone, atol=2e-6)
+    assert np.abs(run(model, tokens)[:, 5:9] - alone).max() > 0.1
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_module_is_a_plain_pytree(tokens, remat):
+    model = make_model(remat=remat)
+    grads = jax.jit(jax.grad(lambda model: jnp.mean(model(jnp.asarray(tokens)) ** 2)))(model)
+    assert jax.tree.structure(grads) == jax.tree.structure(model)
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+    assert isinstance(moved, Transformer)
+    # The slope along the gradient, against a difference quotient of the forward pass in float64.
+    ends = [
+        np.mean(numpy_model(moved, tokens, np.arange(T)[None], np.ones((1, T))) ** 2)
+        for moved in (
+            jax.tree.map(lambda p, g, step=step: np.float64(p) + step * np.float64(g), model, grads)
+            for step in (1e-4, -1e-4)
+        )
+    ]
+    slope = sum(float(np.sum(np.float64(g) ** 2)) for g in jax.tree.leaves(grads))
+    assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(slope, rel=1e-4)
+
+
+def test_bfloat16_stays_near_float32(tokens):
+    model, wide = make_model(compute_dtype="bfloat16"), make_model()
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+    logits, want = run(model, tokens), run(wide, tokens)
+    assert logits.dtype == np.float32
+    assert 1e-4 < np.abs(logits - want).max() / np.abs(want).max() < 3e-2
+
+
+def test_a_token_outside_the_vocabulary_is_not_silently_clamped(tokens):
+    wrong = tokens.copy()
+    wrong[1, 3] = CONFIG.vocab_size
+    logits = run(make_model(), wrong)
+    assert np.isfinite(logits[0]).all() and np.isnan(logits[1, 3]).all()
+
+
+# --- rotary angles -------------------------------------------------------------------------------------------------
+
+
+def test_rotary_angles_are_right_up_to_the_largest_position():
+    positions = np.array([0, 1, 32768, 65535, 65536, 10**6, 2**24, 2**24 + 1, 2**31 - 1], np.int64)
+    cos, sin = rotary_tables(jnp.asarray(positions, jnp.int32), 64, 10_000.0)
+    angle = positions[:, None] * 10_000.0 ** (-np.arange(32) / 32)
+    assert (cos.dtype, sin.dtype) == (jnp.float32, jnp.float32)
+    error = np.maximum(np.abs(cos - np.cos(angle)), np.abs(sin - np.sin(angle))).max(-1)
+    assert (error[:5] < 0.01).all() and (error < 0.02).all(), error
+
+
+def test_rotary_angles_below_65536_are_the_plain_product():
+    positions = jnp.arange(0, 65536, 1111)
+    cos, _ = rotary_tables(positions, 16, 10_000.0)
+    frequency = (10_000.0 ** (-np.arange(8) / 8)).astype(np.float32)
+    np.testing.assert_array_equal(cos, jnp.cos(positions[:, None].astype(jnp.float32) * frequency))
+
+
+# --- shards --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("sequence", "tensor"), [(2, 2), (4, 1)])
+def test_default_positions_come_from_the_shard(tokens, layout, sequence, tensor):
+    model = make_model()
+    sharded = run_sharded(model, tokens, layout=layout, sequence=sequence, tensor=tensor)
+    np.testing.assert_allclose(sharded, run(model, tokens), atol=3e-6)
+
+
+def test_positions_counted_from_0_on_every_shard_would_show(tokens):
+    model = make_model()
+    local = np.tile(np.arange(T // 4, dtype=np.int32), 4)
+    wrong = run_sharded(model, tokens, layout="contiguous", sequence=4, positions=local)
+    assert np.abs(wrong - run(model, tokens)).max() > 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_rows_on_shards(tokens, layout):
+    model = make_model()
+    place = {"positions": PACKED_POSITIONS, "segment_ids": PACKED_SEGMENTS}
+    sharded = run_sharded(model, tokens, layout=layout, sequence=4, **place)
+    np.testing.assert_allclose(sharded, run(model, tokens, **place), atol=3e-6)
+
+
+def test_parameters_that_are_not_sharded_by_the_rules_are_refused(tokens):
+    model, mesh = make_model(), make_mesh(tensor=2, pipeline=2)
+
+    def call(specs):
+        sharded = jax.shard_map(lambda m, t: m(t), mesh=mesh, in_specs=(specs, P()), out_specs=P("pipeline"))
+        return jax.eval_shape(sharded, model, jnp.asarray(tokens))
+
+    with pytest.raises(ValueError, match=r"holds 1 of 2 layers, so model\(tokens\) would skip the others"):
+        call(param_specs(model))
+    with pytest.raises(ValueError, match="4 query heads on each of 2 shards of the tensor axis do not make 4"):
+        call(P())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"num_heads": 5},
+            "model.num_heads=5 must be a multiple of model.num_kv_heads=2.*choose num_kv_heads from .1, 5",
+        ),
+        ({"head_dim": 7}, "model.head_dim=7 must be even.*use 8"),
+        ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+    ],
+)
+def test_sizes_that_make_no_model(changes, text):
+    with pytest.raises(ValueError, match=text):
+        Transformer(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0))
+
+
+def test_unknown_compute_type():
+    config = dataclasses.replace(CONFIG)
+    object.__setattr__(config, "compute_dtype", "float16")  # the constructor checks it in the tests already
+    assert config.problems() == ['model.compute_dtype=\'float16\' must be "float32" or "bfloat16"; choose one of them']
+
+
+def test_rules_name_the_axes_of_the_mesh():
+    assert {RULES.batch, RULES.heads, RULES.layers, RULES.sequence} == set(make_mesh().axis_names)

@@ -1,0 +1,343 @@
+"""The train step: the same five steps on every mesh, one compilation, and no collective but those that are written."""
+
+import dataclasses
+import functools
+import logging
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P
+
+from models import ModelConfig
+from ring_jax import from_layout, make_mesh
+from train.config import MESH_AXES, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.state import abstract_state, init_state, state_shardings
+from train.step import make_eval_step, make_train_step, place_batch
+
+B, T, V, NUM_STEPS = 4, 64, 96, 5
+MODEL = ModelConfig(
+    vocab_size=V, num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, rope_theta=500.0
+)
+# Plain SGD shows every gradient as it is, and the bound on the norm is one that every step exceeds.
+SGD = OptimizerConfig(name="sgd", learning_rate=1.0, warmup_steps=2, clip_norm=0.5)
+# Sizes in the order data, tensor, pipeline, sequence; and microbatches: fewer than, as many as, more than stages.
+ONE = (1, 1, 1, 1)
+MESHES = {
+    (2, 1, 1, 1): 2,
+    (1, 2, 1, 1): 1,
+    (1, 1, 2, 1): 4,
+    (1, 1, 1, 2): 1,
+    (1, 2, 2, 2): 1,
+    (2, 2, 2, 2): 2,
+}
+
+
+def make_config(sizes: tuple[int, ...], num_microbatches: int = 1, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        model=MODEL,
+        mesh=MeshConfig(**dict(zip(MESH_AXES, sizes, strict=True))),
+        data=DataConfig(seq_len=T, batch_size=B),
+        optimizer=SGD,
+        num_microbatches=num_microbatches,
+        num_steps=NUM_STEPS,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def packed_batch(seed: int, length: int = T) -> dict[str, np.ndarray]:
+    """Documents of odd lengths, and more padding, hence fewer targets, in every next row."""
+    rng = np.random.default_rng(seed)
+    batch = {name: np.zeros((B, length), np.int32) for name in ("positions", "segment_ids")}
+    batch["tokens"] = rng.integers(0, V, (B, length)).astype(np.int32)
+    batch["targets"] = np.full((B, length), -1, np.int32)
+    for row in range(B):
+        start, document, end = 0, 1, length - 3 - 9 * row
+        while start < end:
+            stop = min(end, start + int(rng.integers(1, 40)))
+            batch["positions"][row, start:stop] = np.arange(stop - start)
+            batch["segment_ids"][row, start:stop] = document
+            batch["targets"][row, start : stop - 1] = batch["tokens"][row, start + 1 : stop]
+            start, document = stop, document + 1
+    return batch
+
+
+@functools.cache
+def initial_params() -> Any:
+    return jax.device_get(init_state(make_config(ONE), make_mesh()).params)
+
+
+def place_state(config: TrainConfig, mesh: jax.sharding.Mesh) -> Any:
+    """A fresh state; its parameters are made once for all meshes and kinds of model (they are equal: see below)."""
+    params = dict(jax.tree_util.tree_leaves_with_path(initial_params()))
+    abstract = abstract_state(config, mesh)
+    state = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract)
+    placed = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.device_put(params[path], leaf.sharding), abstract.params
+    )
+    return dataclasses.replace(state, params=placed)
+
+
+@functools.cache
+def run(
+    sizes: tuple[int, ...], num_microbatches: int = 1, length: int = T, **changes: Any
+) -> tuple[list[dict[str, float]], Any]:
+    """Metrics of five steps and the parameters after them."""
+    config = make_config(sizes, num_microbatches, **changes)
+    mesh = make_mesh(**config.mesh.sizes())
+    step, state, metrics = make_train_step(config, mesh), place_state(config, mesh), []
+    for seed in range(NUM_STEPS):
+        state, measured = step(state, place_batch(packed_batch(seed, length), config, mesh))
+        metrics.append({name: float(value) for name, value in measured.items()})
+    return metrics, jax.device_get(state.params)
+
+
+def assert_equal_runs(got: tuple[list, Any], want: tuple[list, Any]) -> None:
+    for measured, expected in zip(got[0], want[0], strict=True):
+        assert measured.keys() == expected.keys() == {"loss", "grad_norm", "lr", "num_targets"}
+        for name, value in expected.items():
+            assert measured[name] == pytest.approx(value, rel=1e-5), name
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), got[1], want[1])
+
+
+# --- mesh equality -------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_run_learns_and_is_clipped():
+    metrics, params = run(ONE)
+    assert all(row["grad_norm"] > 2 * SGD.clip_norm for row in metrics)
+    assert len({row["num_targets"] for row in metrics}) > 1
+    moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (params, initial_params())), strict=True)]
+    assert min(moved) > 1e-3  # every parameter moves by ten times the tolerance of the comparison
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_five_steps_are_equal_on_every_mesh(sizes):
+    assert_equal_runs(run(sizes, MESHES[sizes]), run(ONE))
+
+
+def test_five_steps_of_adam_with_tied_embeddings():
+    """42 tokens on each data and sequence shard, which the 4 devices that run the head share unevenly."""
+    changes = {
+        "length": 42,
+        # Epsilon above the noise of float32, or Adam would turn rounding into steps of full size.
+        "optimizer": OptimizerConfig(learning_rate=1e-2, eps=1e-3, warmup_steps=2, clip_norm=0.5),
+        "model": dataclasses.replace(MODEL, tie_embeddings=True),
+        "layout": "striped",
+    }
+    assert_equal_runs(run((2, 2, 2, 2), 2, **changes), run(ONE, **changes))
+
+
+def test_gradient_norm_is_that_of_the_whole_gradient_before_clipping():
+    config, mesh = make_config(ONE), make_mesh()
+    batch = place_batch(packed_batch(0), config, mesh)
+
+    def loss(model):
+        logits = model(batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["targets"], 0))
+        valid = batch["targets"] >= 0
+        return jnp.sum(nats * valid) / jnp.sum(valid)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(place_state(config, mesh).params)
+    first = run(ONE)[0][0]
+    assert first["loss"] == pytest.approx(float(value), rel=1e-5)
+    norm = math.sqrt(sum(float(np.sum(np.float64(leaf) ** 2)) for leaf in jax.tree.leaves(grads)))
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_bfloat16_runs_on_a_mesh_and_stays_near_float32():
+    config = make_config((1, 2, 2, 2), model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
+    mesh = make_mesh(**config.mesh.sizes())
+    state, metrics = make_train_step(config, mesh)(
+        place_state(config, mesh), place_batch(packed_batch(0), config, mesh)
+    )
+    for name, value in run(ONE)[0][0].items():
+        assert float(metrics[name]) == pytest.approx(value, rel=2e-2), name
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+
+
+# --- one program ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Configuration, mesh, and the compiled train and evaluation steps of a mesh with every axis but data."""
+    config = make_config((1, 2, 2, 2))
+    mesh = make_mesh(**config.mesh.sizes())
+    state, batch = abstract_state(config, mesh), place_batch(packed_batch(0), config, mesh)
+    train_step = make_train_step(config, mesh).lower(state, batch).compile()
+    return config, mesh, train_step, make_eval_step(config, mesh).lower(state.params, batch).compile()
+
+
+def test_one_compilation_donated_state_and_stable_shardings(caplog):
+    config = make_config((1, 1, 1, 2))
+    mesh = make_mesh(**config.mesh.sizes())
+    step, state, batch = make_train_step(config, mesh), place_state(config, mesh), packed_batch(0)
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        for _ in range(NUM_STEPS):
+            before = state
+            state, _ = step(before, place_batch(batch, config, mesh))
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    compilations = [r for r in caplog.records if "Finished XLA compilation of jit(step)" in r.getMessage()]
+    assert len(compilations) == 1
+    jax.tree.map(
+        lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(f"{leaf.sharding} {sharding}"),
+        state,
+        state_shardings(config, mesh),
+    )
+    assert int(state.step) == NUM_STEPS
+
+
+def test_batch_without_targets_changes_nothing(compiled):
+    config, mesh, train_step, eval_step = compiled
+    batch = packed_batch(0)
+    batch["targets"][:] = -1
+    placed = place_batch(batch, config, mesh)
+    state = place_state(config, mesh)
+    loss_sum, count = eval_step(state.params, placed)
+    assert (float(loss_sum), int(count)) == (0.0, 0)
+    state, metrics = train_step(state, placed)
+    assert {name: float(metrics[name]) for name in ("loss", "grad_norm", "num_targets")} == {
+        "loss": 0.0,
+        "grad_norm": 0.0,
+        "num_targets": 0,
+    }
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), initial_params())
+    assert int(state.step) == 1
+
+
+def test_evaluation_is_the_training_loss_and_takes_no_more_memory(compiled):
+    config, mesh, train_step, eval_step = compiled
+    placed = place_batch(packed_batch(0), config, mesh)
+    state = place_state(config, mesh)
+    loss_sum, count = eval_step(state.params, placed)
+    _, metrics = train_step(state, placed)
+    assert int(count) == int(metrics["num_targets"]) == (packed_batch(0)["targets"] >= 0).sum()
+    assert float(loss_sum) / int(count) == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(run(ONE)[0][0]["loss"], rel=1e-5)
+    temporaries = [step.memory_analysis().temp_size_in_bytes for step in (eval_step, train_step)]
+    assert temporaries[0] <= temporaries[1]
+
+
+def test_no_mask_of_all_pairs_of_tokens_is_kept():
+    """Neither from layer to layer nor from tick to tick, as happens when position-only values leave the loops."""
+    config, length = make_config((1, 1, 2, 2), 2), 4096
+    mesh = make_mesh(**config.mesh.sizes())
+    batch = {name: jax.ShapeDtypeStruct((2, length), jnp.int32) for name in packed_batch(0)}
+    step = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch).compile()
+    mask = (length // 2) * length  # bytes; 2 layers and 3 ticks on each device would keep 6 of them
+    assert step.memory_analysis().temp_size_in_bytes < 2 * mask
+
+
+# --- collectives, from the traced program --------------------------------------------------------------------------
+
+
+def walk(jaxpr, path: tuple[str, ...] = ()):
+    """Every equation with the names of the primitives that it is nested in."""
+    for eqn in jaxpr.eqns:
+        yield path, eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from walk(inner, (*path, eqn.primitive.name))
+
+
+def trace(sizes: tuple[int, ...], num_microbatches: int):
+    config = make_config(sizes, num_microbatches)
+    mesh = make_mesh(**config.mesh.sizes())
+    batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in packed_batch(0)}
+    return list(walk(make_train_step(config, mesh).trace(abstract_state(config, mesh), batch).jaxpr.jaxpr))
+
+
+def axes_of(eqn) -> tuple[str, ...]:
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def collectives(equations):
+    kinds = ("psum", "ppermute", "all_gather", "reduce_scatter", "all_to_all", "pmax")
+    return [(path, eqn) for path, eqn in equations if any(kind in eqn.primitive.name for kind in kinds)]
+
+
+def test_collectives_are_those_that_are_written():
+    equations = trace((2, 2, 2, 2), 2)
+    found = collectives(equations)
+    for path, eqn in found:
+        name, axes = eqn.primitive.name, axes_of(eqn)
+        assert not {"cond", "while"} & set(path), f"{name} over {axes} depends on data: {path}"
+        if "ppermute" in name:
+            assert axes in (("pipeline",), ("sequence",))
+            assert sorted(eqn.params["perm"]) == [(0, 1), (1, 0)]  # every device sends and receives
+        elif "all_gather" in name or "reduce_scatter" in name:
+            assert axes == ("pipeline",) and "scan" not in path  # tokens to the head, and back
+        elif "scan" in path:
+            assert axes == ("tensor",)  # gradients are summed over replicas once, outside all loops
+    in_layers = [eqn for path, eqn in found if "psum" in eqn.primitive.name and "scan" in path]
+    # A layer has two sums forward, two backward, and that of the attention once more where the layer is recomputed.
+    assert len(in_layers) == 5
+
+
+def test_no_pipeline_hop_without_a_pipeline():
+    found = collectives(trace(ONE, 1))
+    assert not any("ppermute" in eqn.primitive.name for _, eqn in found)
+
+
+def test_the_head_runs_on_each_token_once():
+    """Each of the 16 devices multiplies 1/16 of the tokens by the vocabulary: forward once, backward twice."""
+    sizes = [
+        math.prod(eqn.outvars[0].aval.shape + eqn.invars[0].aval.shape + eqn.invars[1].aval.shape)
+        for path, eqn in trace((2, 2, 2, 2), 2)
+        if eqn.primitive.name == "dot_general"
+        and V in eqn.outvars[0].aval.shape + eqn.invars[0].aval.shape + eqn.invars[1].aval.shape
+    ]
+    tokens, d = B * T // 16, MODEL.embed_dim
+    assert sizes == [(tokens * V * d) ** 2] * 3
+
+
+# --- state and batches ---------------------------------------------------------------------------------------------
+
+
+def test_initial_state_is_the_same_on_every_mesh_and_as_announced():
+    config = make_config((2, 2, 2, 2), optimizer=OptimizerConfig())
+    mesh = make_mesh(**config.mesh.sizes())
+    state = init_state(config, mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), initial_params())
+    announced = abstract_state(config, mesh)
+    assert jax.tree.structure(state) == jax.tree.structure(announced)
+    for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(announced), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
+    moments = state.opt_state[1][0]
+    assert (
+        moments.mu.layers.mlp.up.sharding.spec
+        == moments.nu.layers.mlp.up.sharding.spec
+        == P("pipeline", None, "tensor")
+    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("sequence", [2, 4])
+def test_placed_batch_is_a_permutation_that_keeps_positions_with_their_tokens(layout, sequence):
+    config = make_config((2, 1, 1, sequence), layout=layout)
+    mesh = make_mesh(**config.mesh.sizes())
+    batch = {"tokens": np.arange(B * 16).reshape(B, 16), "positions": np.zeros((B, 16), np.int64)}
+    batch["positions"][:, :10] = [0, 1, 2, 0, 1, 0, 1, 2, 3, 0]
+    placed = place_batch(batch, config, mesh)
+    for name, array in placed.items():
+        assert (array.dtype, array.sharding.spec) == (jnp.int32, P("data", "sequence"))
+        np.testing.assert_array_equal(from_layout(np.asarray(array), layout, sequence), batch[name])
+    moved = not np.array_equal(np.asarray(placed["tokens"]), batch["tokens"])
+    assert moved == (layout != "contiguous")
+
+
+def test_batches_that_the_mesh_cannot_cut_are_refused():
+    config = make_config((2, 1, 1, 2), 2)
+    mesh = make_mesh(**config.mesh.sizes())
+    with pytest.raises(ValueError, match=r"'tokens'. has shape \(3, 64\).*rows a multiple of .* = 4"):
+        place_batch({"tokens": np.zeros((3, 64), np.int32)}, config, mesh)
+    with pytest.raises(ValueError, match="must be a positive multiple of 4"):
+        place_batch({"tokens": np.zeros((4, 62), np.int32)}, config, mesh)

@@ -1,0 +1,1 @@
+"""The trainer: data, loss, step, loop and command line around the models."""

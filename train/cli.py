@@ -1,0 +1,125 @@
+"""The command line: `python -m train run CONFIG [--a.b value]`.
+
+CONFIG is a Python file with a function `config() -> TrainConfig`; every field of it can be overridden. Whatever is
+wrong with what was typed gives one message on stderr and exit code 2, before any device work.
+"""
+
+import dataclasses
+import pathlib
+import runpy
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+
+import tyro
+from rich.console import Console
+
+from train import platform
+from train.config import TrainConfig, nearest, validate
+
+COMMANDS = ("run", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf")
+BUILT = ("run",)
+_PROGRAM = "python -m train"
+_USAGE = f"usage: {_PROGRAM} run CONFIG [--a.b value]; for example: {_PROGRAM} run configs/quickstart.py --num-steps 20"
+
+
+class UsageError(Exception):
+    """What was typed cannot be done; the message says why and what can."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command.
+
+    Returns:
+      The exit code. 0: done. 1: the loss is no longer finite. 2: something that was typed is wrong. 130, 143: ended
+      early by SIGINT or SIGTERM, with a checkpoint.
+    """
+    if argv and argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    try:
+        path, overrides = _split(argv)
+        config = _read_config(path, overrides)
+        return _run(config, resume_command=_resume_command(argv))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted before the first step; nothing was saved", file=sys.stderr)
+        return 130
+
+
+def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """(path of the configuration, overrides) of a `run` command."""
+    if not argv:
+        raise UsageError(f"no command; {_USAGE}")
+    command, *rest = argv
+    if command not in COMMANDS:
+        raise UsageError(f"unknown command {command!r}{nearest(command, COMMANDS)}; {_USAGE}")
+    if command not in BUILT:
+        raise UsageError(f"the command {command!r} is not built yet; what is built: {', '.join(BUILT)}. {_USAGE}")
+    if not rest or rest[0].startswith("-"):
+        raise UsageError(f"{command} needs a configuration file before its options; {_USAGE}")
+    return rest[0], rest[1:]
+
+
+def _read_config(path: str, overrides: list[str]) -> TrainConfig:
+    """The configuration that the file's `config()` returns, with the overrides of the command line."""
+    file = pathlib.Path(path)
+    if not file.is_file():
+        known = sorted(str(other) for other in pathlib.Path("configs").glob("*.py"))
+        raise UsageError(
+            f"{path!r} must be a configuration file, and no such file exists{nearest(path, known)}; "
+            f"those in configs/: {', '.join(known) or 'none'}"
+        )
+    try:
+        names = runpy.run_path(path)
+        function = names.get("config")
+        default = function() if callable(function) else None
+    except Exception as error:  # it is the user's program
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"{path} fails: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        ) from None
+    if not isinstance(default, TrainConfig):
+        found = f"its config() returns {type(default).__name__}" if callable(function) else "it has none"
+        raise UsageError(f"{path} must define config() -> TrainConfig, but {found}; see configs/quickstart.py")
+    if default.run_dir is None:
+        default = dataclasses.replace(default, run_dir=f"runs/{file.stem}")
+    return tyro.cli(TrainConfig, default=default, args=overrides, prog=f"{_PROGRAM} run {path}")
+
+
+def _run(config: TrainConfig, *, resume_command: str) -> int:
+    """Check everything, then train."""
+    _check(config, config.mesh.num_devices)  # what needs no device comes first, so nothing is started in vain
+    devices = platform.prepare(config.mesh.num_devices, config.platform)
+    _check(config, devices.count, device_kind=devices.kind)
+    if devices.simulated:
+        print(f"simulating {devices.count} devices on this host's CPU (mesh {config.mesh})", flush=True)
+
+    from train import checkpoint, loop  # orbax, grain and matplotlib: seconds, which a typing error need not cost
+
+    try:
+        run = loop.prepare(config, resume_command=resume_command)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    try:
+        return loop.train(run, Console(markup=False, emoji=False, highlight=False, soft_wrap=True))
+    except checkpoint.CheckpointError as error:
+        raise UsageError(str(error)) from None
+
+
+def _check(config: TrainConfig, num_devices: int, *, device_kind: str = "") -> None:
+    try:
+        validate(config, num_devices, device_kind=device_kind)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _resume_command(argv: Sequence[str]) -> str:
+    """What was typed, with --resume."""
+    return shlex.join(["python", "-m", "train", *(word for word in argv if word != "--resume"), "--resume"])

@@ -1,0 +1,294 @@
+"""The configuration of a run: frozen dataclasses, and the one place where their fields are checked together.
+
+What always holds: a `TrainConfig` that `validate` lets pass can be trained on the mesh it names. Everything that a
+user can get wrong is reported before any device is touched, all problems at once, each with its value, its rule and
+the fix.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import operator
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from models.config import ModelConfig
+from models.sharding import check_divisibility
+from ring_jax.layouts import LAYOUTS, required_multiple
+from train.text import VOCAB_SIZE
+
+type OptimizerName = Literal["adamw", "sgd"]
+type Platform = Literal["auto", "cpu"]
+
+MESH_AXES = ("data", "tensor", "pipeline", "sequence")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Size of every mesh axis. Their product is the number of devices."""
+
+    data: int = 1
+    """Copies of the model; each trains on its own rows of the batch."""
+    tensor: int = 1
+    """Devices that share the heads and the MLP columns of every layer."""
+    pipeline: int = 1
+    """Groups of consecutive layers; microbatches flow from one to the next."""
+    sequence: int = 1
+    """Devices on the attention ring; each holds 1/sequence of every row's tokens."""
+
+    @property
+    def num_devices(self) -> int:
+        """Product of the axis sizes."""
+        return math.prod(self.sizes().values())
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes().items())
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in mesh order."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What text is read and how it is cut into rows."""
+
+    path: str | None = None
+    """A text file or a folder of text files, one document a file. None: the Python standard library's own sources."""
+    seq_len: int = 2048
+    """Tokens in a row, over all devices of the sequence axis."""
+    batch_size: int = 4
+    """Rows in one step, over all devices."""
+    held_out_fraction: float = 0.05
+    """Share of the documents that is never trained on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule: linear warmup, then cosine decay over the rest of the run."""
+
+    name: OptimizerName = "adamw"
+    """The update rule."""
+    learning_rate: float = 3e-3
+    """Peak learning rate, reached after the warmup."""
+    min_learning_rate_ratio: float = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    warmup_steps: int = 20
+    """Steps of linear warmup; more than num_steps is clamped to num_steps."""
+    b1: float = 0.9
+    """AdamW: decay of the first moment."""
+    b2: float = 0.95
+    """AdamW: decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW: added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """AdamW: decoupled decay of the matrices; vectors (norm scales) do not decay."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state of the run is saved."""
+
+    every: int = 50
+    """Steps between checkpoints; one more is always written at the end."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that determines a run."""
+
+    model: ModelConfig
+    """Architecture."""
+    mesh: MeshConfig = MeshConfig()
+    """Devices along each axis."""
+    data: DataConfig = DataConfig()
+    """Text and rows."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Update rule and schedule."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    layout: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(LAYOUTS)}}}")] = "zigzag"
+    """Order of a row's tokens over the sequence axis; zigzag gives every device the same causal work."""
+    num_microbatches: int = 1
+    """Pieces that each data shard's rows are cut into, so that the pipeline stages work at the same time."""
+    num_steps: int = 100
+    """Optimizer steps in the whole run (a resumed run counts from its first step)."""
+    seed: int = 0
+    """Determines the initial weights and the order of the data."""
+    eval_every: int = 50
+    """Steps between evaluations on held-out text; 0: only at the end."""
+    eval_batches: int = 4
+    """Held-out batches in an evaluation during the run; the one at the end reads all of them."""
+    run_dir: str | None = None
+    """Folder for everything the run writes. None: runs/<name of the config file>."""
+    resume: bool = False
+    """Continue from the last complete checkpoint of the run directory."""
+    platform: Platform = "auto"
+    """auto: the accelerator, if there is one. cpu: CPU devices, simulated when the mesh needs more than there are."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Global batch in tokens: rows x length."""
+        return self.data.batch_size * self.data.seq_len
+
+
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """The resolved configuration as plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def differing_fields(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `field: saved value -> current value` for every leaf in which two configurations differ."""
+    lines = []
+    for name in sorted(saved.keys() | current.keys()):
+        old, new = saved.get(name, "(absent)"), current.get(name, "(absent)")
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differing_fields(old, new, f"{prefix}{name}.")
+        elif old != new:
+            lines.append(f"{prefix}{name}: {old} in the checkpoint, {new} in this run")
+    return lines
+
+
+def nearest(name: str, choices: tuple[str, ...] | list[str]) -> str:
+    """`, did you mean 'x'?` for the closest choice, or the empty string."""
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def clamp_warmup(config: TrainConfig) -> TrainConfig:
+    """The configuration with warmup_steps <= num_steps."""
+    if config.optimizer.warmup_steps <= config.num_steps:
+        return config
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, warmup_steps=config.num_steps))
+
+
+def validate(config: TrainConfig, num_devices: int, *, device_kind: str = "") -> None:
+    """Check the fields against each other and against the devices.
+
+    Args:
+      config: the resolved configuration.
+      num_devices: devices that there are; the mesh must use all of them.
+      device_kind: their name, for the message.
+
+    Raises:
+      ValueError: lists every problem, each with its value, its rule and the fix.
+    """
+    problems = [
+        *_check_numbers(config),
+        *_check_names(config),
+        *_check_mesh(config.mesh, num_devices, device_kind),
+        *_check_rows(config),
+        *_check_model(config),
+    ]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ValueError("\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]))
+
+
+# Name of a field -> (rule in words, the rule, a value that keeps it). Numbers of the model: `ModelConfig.problems`.
+_COUNT = ("at least 1", lambda value: value >= 1, "1")
+_POSITIVE = ("greater than 0 and finite", lambda value: 0 < value < math.inf)
+_NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    **{f"mesh.{axis}": _COUNT for axis in MESH_AXES},
+    "model.rope_theta": (*_POSITIVE, "10000"),
+    "model.norm_eps": (*_POSITIVE, "1e-6"),
+    "data.seq_len": _COUNT,
+    "data.batch_size": _COUNT,
+    "data.held_out_fraction": ("between 0 and 1", lambda value: 0 < value < 1, "0.05"),
+    "optimizer.learning_rate": (*_POSITIVE, "1e-3"),
+    "optimizer.min_learning_rate_ratio": ("between 0 and 1", lambda value: 0 <= value <= 1, "0.1"),
+    "optimizer.warmup_steps": ("at least 0", lambda value: value >= 0, "0"),
+    "optimizer.b1": ("at least 0 and less than 1", lambda value: 0 <= value < 1, "0.9"),
+    "optimizer.b2": ("at least 0 and less than 1", lambda value: 0 <= value < 1, "0.95"),
+    "optimizer.eps": (*_POSITIVE, "1e-8"),
+    "optimizer.weight_decay": ("at least 0 and finite", lambda value: 0 <= value < math.inf, "0.1"),
+    "optimizer.clip_norm": (*_POSITIVE, "1.0"),
+    "checkpoint.every": _COUNT,
+    "checkpoint.keep": _COUNT,
+    "num_microbatches": _COUNT,
+    "num_steps": _COUNT,
+    "seed": ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32, "0"),
+    "eval_every": ("at least 0 (0: only at the end)", lambda value: value >= 0, "0"),
+    "eval_batches": _COUNT,
+}
+
+
+def _check_numbers(config: TrainConfig) -> list[str]:
+    """Every number on its own."""
+    problems = []
+    for name, (rule, holds, example) in _NUMBERS.items():
+        value = operator.attrgetter(name)(config)
+        if not holds(value):
+            flag = name.replace("_", "-")
+            problems.append(f"{name}={value} must be {rule}; for example --{flag} {example}")
+    return problems
+
+
+def _check_names(config: TrainConfig) -> list[str]:
+    """Names out of a fixed list: the command line checks its own, a config file arrives here."""
+    choices = {
+        "layout": LAYOUTS,
+        "optimizer.name": get_args(OptimizerName.__value__),
+        "platform": get_args(Platform.__value__),
+    }
+    problems = []
+    for name, known in choices.items():
+        value = operator.attrgetter(name)(config)
+        if value not in known:
+            problems.append(f"{name}={value!r} must be one of {', '.join(known)}{nearest(str(value), known)}")
+    return problems
+
+
+def _check_mesh(mesh: MeshConfig, num_devices: int, device_kind: str) -> list[str]:
+    """The mesh uses every device."""
+    if min(mesh.sizes().values()) < 1 or mesh.num_devices == num_devices:
+        return []
+    kind = f" ({device_kind})" if device_kind else ""
+    return [
+        f"mesh {mesh} = {mesh.num_devices} devices must use exactly the {num_devices} devices that there are{kind}; "
+        f"change the --mesh.* sizes so that their product is {num_devices}, or add --platform cpu, which simulates "
+        f"{mesh.num_devices}"
+    ]
+
+
+def _check_rows(config: TrainConfig) -> list[str]:
+    """Rows over the data axis and microbatches, tokens over the sequence axis."""
+    problems = []
+    rows, data, pieces = config.data.batch_size, config.mesh.data, config.num_microbatches
+    if min(rows, data, pieces) >= 1 and rows % (data * pieces):
+        problems.append(
+            f"data.batch_size={rows} must be divisible by mesh.data={data} x num_microbatches={pieces}; "
+            f"use --data.batch-size {_round_up(rows, data * pieces)}"
+        )
+    seq_len, sequence = config.data.seq_len, config.mesh.sequence
+    if min(seq_len, sequence) >= 1 and config.layout in LAYOUTS:
+        multiple = required_multiple(config.layout, sequence)
+        if seq_len % multiple:
+            problems.append(
+                f"data.seq_len={seq_len} must be divisible by {multiple} (layout {config.layout!r} with "
+                f"mesh.sequence={sequence}); use --data.seq-len {_round_up(seq_len, multiple)}"
+            )
+    return problems
+
+
+def _check_model(config: TrainConfig) -> list[str]:
+    """The model's own sizes; heads, MLP columns and layers over the tensor and pipeline axes; every token has an id."""
+    sizes = config.mesh.sizes()
+    problems = check_divisibility(config.model, sizes if min(sizes.values()) >= 1 else {})
+    if 1 <= config.model.vocab_size < VOCAB_SIZE:
+        problems.append(
+            f"model.vocab_size={config.model.vocab_size} must be at least {VOCAB_SIZE}, because a token is a byte; "
+            f"use --model.vocab-size {VOCAB_SIZE}"
+        )
+    return problems
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,268 @@
+"""The training loop, from top to bottom: text, checkpoint, mesh, steps, and what is written at the end.
+
+What always holds: everything that a user can get wrong is found by `prepare`, before any device work. After that a run
+is a sequence of steps, and between two steps its whole state is a `Progress`, which is what a checkpoint holds. So a
+run that was killed and resumed writes the same losses, to the bit, as one that never stopped (on the same mesh).
+"""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from ring_jax import make_mesh
+from train import checkpoint, metrics, report
+from train.bigram import bigram_bits_per_byte
+from train.config import TrainConfig, clamp_warmup, to_json
+from train.data import Corpus, batches, decode, held_out_batches, load_corpus
+from train.plots import save_loss_plot
+from train.sample import choose_prompt, continue_text
+from train.signals import StopRequest
+from train.state import TrainState
+from train.step import abstract_state, init_state, make_eval_step, make_train_step, place_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that can start: its configuration is valid, its text is read, its directory is free or can be continued."""
+
+    config: TrainConfig
+    run_dir: pathlib.Path
+    corpus: Corpus
+    resume_command: str
+    """What continues this run after it was stopped."""
+    notes: list[str]
+    """What the user should know about how the configuration was read."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """The whole state between two steps."""
+
+    state: TrainState
+    step: int
+    data_state: Any
+    """State of the data iterator after the batch of `step`."""
+
+
+def prepare(config: TrainConfig, *, resume_command: str) -> Run:
+    """Everything that can be checked without device work; `train.config.validate` comes before.
+
+    Raises:
+      ValueError: the run directory, the text or the checkpoint does not fit the configuration.
+    """
+    run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
+    _check_run_dir(run_dir, resume=config.resume)
+    notes = []
+    if clamp_warmup(config) != config:
+        notes.append(
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than num_steps={config.num_steps}: "
+            f"clamped to {config.num_steps}"
+        )
+        config = clamp_warmup(config)
+    corpus = load_corpus(config.data)
+    if config.resume:
+        store = checkpoint.CheckpointStore(run_dir, keep=config.checkpoint.keep)
+        meta = store.read_meta()
+        store.close()
+        changes = checkpoint.check_compatible(meta, config, corpus.fingerprint)
+        notes += [f"changed since the checkpoint: {line}" for line in changes]
+    return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=notes)
+
+
+def train(run: Run, console: Console) -> int:
+    """Run the steps that are left, then score, sample and sum up.
+
+    Returns:
+      The exit code: 0, or 130 or 143 when SIGINT or SIGTERM ended the run early, with a checkpoint.
+
+    Raises:
+      CheckpointError: no checkpoint could be restored.
+      FloatingPointError: the loss is no longer finite.
+    """
+    config, corpus, data_config = run.config, run.corpus, run.config.data
+
+    # ------------------------------------------------------------------ what is trained on what
+    shape = config.mesh
+    mesh = make_mesh(data=shape.data, tensor=shape.tensor, pipeline=shape.pipeline, sequence=shape.sequence)
+    abstract = abstract_state(config, mesh)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+    bigram = bigram_bits_per_byte(corpus.train, corpus.held_out, seq_len=data_config.seq_len)
+    report.introduce(console, config, corpus, num_params=num_params, bigram=bigram, notes=run.notes)
+
+    # ------------------------------------------------------------------ state: new, or from the last checkpoint
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    store = checkpoint.CheckpointStore(run.run_dir, keep=config.checkpoint.keep)
+    data = batches(corpus.train, seq_len=data_config.seq_len, batch_size=data_config.batch_size, seed=config.seed)
+    if config.resume:
+        progress = _restore(run, store, abstract, console)
+        data.set_state(progress.data_state)
+    else:
+        progress = Progress(state=init_state(config, mesh), step=0, data_state=data.get_state())
+    metrics.write_json(run.run_dir / "config.json", to_json(config))
+
+    # ------------------------------------------------------------------ steps
+    with StopRequest() as stop:
+        evaluate = _make_evaluate(config, mesh, corpus, stop)
+        held_out_loss = _run_steps(
+            run, progress, mesh=mesh, data=data, store=store, evaluate=evaluate, stop=stop, console=console
+        )
+        if held_out_loss is None and not stop.requested:  # resumed after its last step
+            held_out_loss = evaluate(progress.state, None)
+        store.close()
+        if held_out_loss is None:
+            console.print(
+                f"stopped after step {progress.step} of {config.num_steps}, saved in {store.folder}\n"
+                f"continue with: {run.resume_command}"
+            )
+            return stop.exit_code
+
+        # -------------------------------------------------------------- what came out
+        _finish(run, console, progress, held_out_loss=held_out_loss, bigram=bigram, num_params=num_params)
+    return 0
+
+
+def _run_steps(
+    run: Run,
+    progress: Progress,
+    *,
+    mesh: Mesh,
+    data: Any,
+    store: checkpoint.CheckpointStore,
+    evaluate: Callable[[TrainState, int | None], float | None],
+    stop: StopRequest,
+    console: Console,
+) -> float | None:
+    """Advance `progress` to the last step or to a signal; returns the held-out loss of the last step, over all text."""
+    config = run.config
+    train_step = make_train_step(config, mesh)
+    first_step, held_out_loss = progress.step + 1, None
+    with (
+        metrics.MetricsLog(run.run_dir, first_step=first_step) as log,
+        report.StepReporter(console, first_step=first_step, num_steps=config.num_steps) as reporter,
+    ):
+        batch = place_batch(next(data), config, mesh)
+        while progress.step < config.num_steps and not stop.requested:
+            started = time.perf_counter()
+            progress.state, measured = train_step(progress.state, batch)
+            progress.data_state = data.get_state()
+            batch = place_batch(next(data), config, mesh)  # the host packs while the devices work
+            measured = jax.device_get(measured)
+            step_time = time.perf_counter() - started
+
+            progress.step += 1
+            is_last = progress.step == config.num_steps
+            row = {
+                "loss": float(measured["loss"]),
+                "tokens_per_s": config.tokens_per_step / step_time,
+                "step_time_s": step_time,
+                "grad_norm": float(measured["grad_norm"]),
+                "lr": float(measured["lr"]),
+            }
+            reporter.step(progress.step, row)
+            if is_last or (config.eval_every and progress.step % config.eval_every == 0):
+                held_out_loss = evaluate(progress.state, None if is_last else config.eval_batches)
+                if held_out_loss is not None:
+                    row["held_out_loss"] = held_out_loss
+                    reporter.held_out(progress.step, held_out_loss)
+            log.write(progress.step, row)
+            _check_finite(row["loss"], progress.step, store.folder)
+            if is_last or stop.requested or progress.step % config.checkpoint.every == 0:
+                store.save(progress.state, _meta(run, progress))
+        if progress.step < first_step:
+            store.save(progress.state, _meta(run, progress))
+    return held_out_loss if progress.step == config.num_steps else None
+
+
+def _make_evaluate(
+    config: TrainConfig, mesh: Mesh, corpus: Corpus, stop: StopRequest
+) -> Callable[[TrainState, int | None], float | None]:
+    """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between."""
+    eval_step = make_eval_step(config, mesh)
+    held_out = held_out_batches(corpus.held_out, seq_len=config.data.seq_len, batch_size=config.data.batch_size)
+
+    def evaluate(state: TrainState, num_batches: int | None) -> float | None:
+        total, count = 0.0, 0  # over all targets of all batches: a batch with few targets weighs little
+        for batch in itertools.islice(held_out, num_batches):
+            if stop.requested:
+                return None
+            loss_sum, num_targets = eval_step(state.params, place_batch(batch, config, mesh))
+            total, count = total + float(loss_sum), count + int(num_targets)
+        return total / count
+
+    return evaluate
+
+
+def _check_run_dir(run_dir: pathlib.Path, *, resume: bool) -> None:
+    """A new run needs a free directory, a continued one needs its own."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={str(run_dir)!r} is a file; name a folder with --run-dir")
+    used = run_dir.is_dir() and any(run_dir.iterdir())
+    if used and not resume:
+        raise ValueError(
+            f"run_dir={str(run_dir)!r} already holds a run; continue it with --resume, choose another --run-dir, "
+            "or delete the folder"
+        )
+    if resume and not (run_dir / checkpoint.CHECKPOINT_FOLDER).is_dir():
+        state = "holds no checkpoints" if run_dir.is_dir() else "does not exist"
+        raise ValueError(
+            f"--resume: run_dir={str(run_dir)!r} {state}, so there is nothing to continue; correct --run-dir, or start "
+            "without --resume"
+        )
+
+
+def _restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, console: Console) -> Progress:
+    """The last complete checkpoint, and the metrics as they were when it was written."""
+    state, meta, skipped = store.restore(abstract)
+    for line in skipped:
+        console.print(f"checkpoint {line}; moved to {run.run_dir / checkpoint.SET_ASIDE_FOLDER}")
+    console.print(f"continuing after step {meta.step}, from {store.folder / str(meta.step)}")
+    if dropped := metrics.drop_rows_after(run.run_dir, meta.step):
+        console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {meta.step}: these steps run again")
+    return Progress(state=state, step=meta.step, data_state=meta.data_state)
+
+
+def _meta(run: Run, progress: Progress) -> checkpoint.Meta:
+    return checkpoint.Meta(
+        step=progress.step,
+        data_state=progress.data_state,
+        config=to_json(run.config),
+        text_fingerprint=run.corpus.fingerprint,
+    )
+
+
+def _check_finite(loss: float, step: int, checkpoints: pathlib.Path) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"loss={loss} at step {step} must be finite; lower --optimizer.learning-rate or lengthen "
+            f"--optimizer.warmup-steps (the checkpoints in {checkpoints} are from before)"
+        )
+
+
+def _finish(
+    run: Run, console: Console, progress: Progress, *, held_out_loss: float, bigram: float, num_params: int
+) -> None:
+    """Score, picture, sample, `summary.json`."""
+    rows = metrics.read_rows(run.run_dir)
+    bits_per_byte = held_out_loss / math.log(2)
+    save_loss_plot(run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram)
+    summary = {
+        "step": progress.step,
+        "held_out_loss": held_out_loss,
+        "held_out_bits_per_byte": bits_per_byte,
+        "bigram_bits_per_byte": bigram,
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
+        "num_params": num_params,
+    }
+    prompt = choose_prompt(run.corpus.held_out)
+    continuation = continue_text(progress.state.params, prompt, seed=run.config.seed)
+    report.sum_up(console, summary, prompt=decode(prompt), continuation=decode(continuation), run_dir=run.run_dir)
+    metrics.write_json(run.run_dir / "summary.json", summary)

@@ -1,0 +1,75 @@
+"""What a run measures, on disk: `metrics.jsonl`, one flushed row per step, and the same numbers for TensorBoard.
+
+What always holds: a step has exactly one row, in order, also after a run was killed and resumed. The rows that a
+killed run wrote after its last checkpoint are dropped on resume, because those steps are run again; otherwise a
+reader would see them twice. Numbers are float32 values written so that they read back to the same bits.
+"""
+
+import json
+import math
+import os
+import pathlib
+from types import TracebackType
+from typing import Any
+
+import tensorboardX
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends rows to `metrics.jsonl` and scalars to the TensorBoard files of a run directory."""
+
+    def __init__(self, run_dir: pathlib.Path, *, first_step: int):
+        """Open for appending; `first_step` is the first step that will be written."""
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._board = tensorboardX.SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=first_step if first_step > 1 else None
+        )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One row, on disk when this returns. A value that is not finite is written as null."""
+        row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_rows(run_dir: pathlib.Path) -> list[dict[str, Any]]:
+    """All rows that were written completely."""
+    path = run_dir / METRICS_FILE
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # the process was killed while it wrote this line
+            continue
+    return rows
+
+
+def drop_rows_after(run_dir: pathlib.Path, step: int) -> int:
+    """Keep the rows up to `step`; returns how many were dropped. The file is replaced at once, never half-written."""
+    rows = read_rows(run_dir)
+    kept = [row for row in rows if row["step"] <= step]
+    path = run_dir / METRICS_FILE
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(temporary, path)
+    return len(rows) - len(kept)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Write a JSON file at once, never half-written."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,136 @@
+"""What a run says about itself: the mesh, the sizes, and a live line of progress."""
+
+import itertools
+import math
+import pathlib
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from train.config import TrainConfig
+from train.data import Corpus, batches, padding_share
+
+_AXES = {
+    "data": "rows of the batch; every part has its own",
+    "tensor": "heads and MLP columns of each layer",
+    "pipeline": "consecutive layers; microbatches flow through",
+    "sequence": "tokens of each row; keys and values travel the ring",
+}
+_NUM_PLAIN_LINES = 25
+_NUM_PADDING_BATCHES = 8
+
+
+def introduce(
+    console: Console, config: TrainConfig, corpus: Corpus, *, num_params: int, bigram: float, notes: list[str]
+) -> None:
+    """Say what is trained on what, before the first compilation."""
+    table = Table(
+        "axis", "size", "what it splits", title=f"mesh of {config.mesh.num_devices} devices", title_justify="left"
+    )
+    for axis, size in config.mesh.sizes().items():
+        table.add_row(axis, str(size), _AXES[axis])
+    console.print(table)
+
+    data, mesh = config.data, config.mesh
+    rows = data.batch_size // (mesh.data * config.num_microbatches)
+    some = batches(corpus.train, seq_len=data.seq_len, batch_size=data.batch_size, seed=config.seed)
+    padding = padding_share(itertools.islice(some, _NUM_PADDING_BATCHES))
+    lines = [
+        f"parameters: {num_params:,}",
+        f"global batch = {data.batch_size:,} rows x {data.seq_len:,} = {config.tokens_per_step:,} tokens",
+        f"  rows: {mesh.data} data x {config.num_microbatches} microbatches x {rows}; "
+        f"tokens of a row: {mesh.sequence} sequence devices x {data.seq_len // mesh.sequence:,} ({config.layout})",
+        f"{corpus.summary(data.seq_len)}",
+        f"  padding: {padding:.1%} of the first {_NUM_PADDING_BATCHES} batches",
+        f"to beat: {bigram:.3f} bits per byte, a bigram model of the same training text on the same held-out text",
+        *notes,
+    ]
+    for line in lines:
+        console.print(line)
+
+
+def sum_up(
+    console: Console, summary: dict[str, float], *, prompt: str, continuation: str, run_dir: pathlib.Path
+) -> None:
+    """Say what came out."""
+    model, bigram = summary["held_out_bits_per_byte"], summary["bigram_bits_per_byte"]
+    console.rule("held-out text, continued by the model")
+    console.print(f"{_printable(prompt)}[[[{_printable(continuation)}]]]")
+    console.rule()
+    verdict = f"{bigram - model:.3f} below" if model < bigram else f"{model - bigram:.3f} above"
+    console.print(f"held-out text: {model:.3f} bits per byte, {verdict} the bigram's {bigram:.3f}")
+    console.print(f"median speed: {summary['tokens_per_s']:,.0f} tokens/s")
+    console.print(
+        f"written to {run_dir}: loss.png, metrics.jsonl, summary.json, config.json, tensorboard/, checkpoints/"
+    )
+
+
+def _printable(text: str) -> str:
+    """A model may sample control characters, which would be commands to the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+class StepReporter:
+    """A live bar on a terminal, a line every few steps elsewhere."""
+
+    def __init__(self, console: Console, *, first_step: int, num_steps: int):
+        """Report steps `first_step` to `num_steps`, both included."""
+        self._console = console
+        self._num_steps = num_steps
+        self._line_every = max(1, num_steps // _NUM_PLAIN_LINES)
+        self._first_step = first_step
+        self._started = 0.0
+        self._bar = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[text]}"),
+            )
+            self._bar = Progress(*columns, console=console)
+            self._task = self._bar.add_task("train", total=num_steps, completed=first_step - 1, text="compiling")
+
+    def __enter__(self) -> "StepReporter":
+        self._started = time.perf_counter()
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, step: int, row: dict[str, float]) -> None:
+        """Say how step `step` went."""
+        text = (
+            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {row['step_time_s']:.2f} s/step  "
+            f"ETA {self._eta(step)}"
+        )
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif step % self._line_every == 0 or step in (self._first_step, self._num_steps):
+            self._say(f"step {step}/{self._num_steps}  {text}")
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Say what an evaluation found."""
+        self._say(f"step {step}/{self._num_steps}  held-out loss {loss:.4f} = {loss / math.log(2):.3f} bits per byte")
+
+    def _say(self, text: str) -> None:
+        """Print a line of its own, above the bar where there is one."""
+        self._console.print(text)
+        self._console.file.flush()
+
+    def _eta(self, step: int) -> str:
+        """Time left, from the steps after the first, which compiled."""
+        if step == self._first_step:
+            self._started = time.perf_counter()
+            return "-"
+        seconds = (time.perf_counter() - self._started) / (step - self._first_step) * (self._num_steps - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        return f"{minutes}:{seconds:02d}"
