@@ -197,32 +197,32 @@ def _local(spec: RingSpec, inputs: Inputs) -> Inputs:
     return Inputs(*manual.vary_alike(*inputs._replace(rank=rank)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(spec: RingSpec, shards: _Shards, query, key, value, query_tokens: Tokens, key_tokens: Tokens, rank):
-    inputs = Inputs(query, key, value, query_tokens, key_tokens, rank)
-    arrays = shards.arrays
-
+def _forward(spec: RingSpec, shards: _Shards, inputs: Inputs) -> tuple[Array, Array, Array | None]:
     def body(inputs: Inputs):
         return ring.forward(spec, _local(spec, inputs))
 
-    return _shard_map(body, shards, (shards.inputs(inputs),), (arrays, arrays))(inputs)
+    return _shard_map(body, shards, (shards.inputs(inputs),), shards.arrays)(inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(spec: RingSpec, shards: _Shards, query, key, value, query_tokens: Tokens, key_tokens: Tokens, rank):
+    out, lse, _ = _forward(spec, shards, Inputs(query, key, value, query_tokens, key_tokens, rank))
+    return out, lse
 
 
 def _attend_forward(spec: RingSpec, shards: _Shards, *arrays):
-    out, lse = _attend(spec, shards, *arrays)
-    return (out, lse), (Inputs(*arrays), out, lse)
+    inputs = Inputs(*arrays)
+    out, lse, lost = _forward(spec, shards, inputs)
+    return (out, lse), (inputs, out, lse, lost)
 
 
 def _attend_backward(spec: RingSpec, shards: _Shards, residuals, cotangents):
-    inputs, out, lse = residuals
-    arrays = shards.arrays
-
-    def body(inputs: Inputs, *rest: Array):
+    def body(inputs: Inputs, *rest: Any):
         return ring.backward(spec, _local(spec, inputs), *rest)
 
-    specs = (shards.inputs(inputs), *4 * (arrays,))
-    gradients = _shard_map(body, shards, specs, 3 * (arrays,))(inputs, out, lse, *cotangents)
-    return (*gradients, None, None, None)
+    arrays = (*residuals, *cotangents)
+    specs = (shards.inputs(residuals[0]), *5 * (shards.arrays,))
+    return (*_shard_map(body, shards, specs, shards.arrays)(*arrays), None, None, None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

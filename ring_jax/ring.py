@@ -13,8 +13,9 @@ N devices need N - 1 hops: the last step sends nothing. Inside this file T and S
 
 Invariant 1: positions and segment ids of the keys travel with K and V (default positions are derived from the number
 of the shard that the block came from). Invariant 3: *dK and dV ride with their K and V and come home with them.* The
-backward pass computes scores again from the global lse and the final output; it keeps q, k, v, out, lse and nothing
-per step. A backward pass that used one step's own lse, or did not send dK and dV home, would have the right loss.
+backward pass computes scores again from the global lse and the final output; it keeps q, k, v, out, lse (of a rounded
+out also what was lost) and nothing per step. A backward pass that used one step's own lse, or did not send dK and dV
+home, would have the right loss.
 
 Why the loop looks as it does: a rolled `lax.scan` with the last step peeled off keeps temporaries constant in N; the
 hop is issued before the step's compute, from values that the kernel only reads, so that it can run meanwhile.
@@ -175,13 +176,14 @@ def check_local_lengths(inputs: Inputs, spec: RingSpec) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(spec: RingSpec, query, key, value, query_tokens, key_tokens, rank):
-    return forward(spec, Inputs(query, key, value, query_tokens, key_tokens, rank))
+    out, lse, _ = forward(spec, Inputs(query, key, value, query_tokens, key_tokens, rank))
+    return out, lse
 
 
 def _attend_forward(spec: RingSpec, *arrays):
     inputs = Inputs(*arrays)
-    out, lse = forward(spec, inputs)
-    return (out, lse), (inputs, out, lse)
+    out, lse, lost = forward(spec, inputs)
+    return (out, lse), (inputs, out, lse, lost)
 
 
 def _attend_backward(spec: RingSpec, residuals, cotangents):
@@ -272,8 +274,13 @@ def _open(spec: RingSpec, inputs: Inputs) -> _Ring:
     return ring
 
 
-def forward(spec: RingSpec, inputs: Inputs) -> tuple[Array, Array]:
-    """(out ``[B,T,N,Hv]``, lse ``[B,T,N]``) of this device's queries over the keys of the whole ring."""
+def forward(spec: RingSpec, inputs: Inputs) -> tuple[Array, Array, Array | None]:
+    """(out, lse, lost) of this device's queries over the keys of the whole ring.
+
+    out ``[B,T,N,Hv]`` and lse ``[B,T,N]``; lost is what rounding out to half precision took away, itself in half
+    precision, or None where out is not rounded. The backward pass wants the exact output: delta from the rounded one
+    makes the error of dq up to 2.4 times that of `jax.nn.dot_product_attention`.
+    """
     ring = _open(spec, inputs)
     dtype = jnp.promote_types(ring.query.dtype, jnp.float32)
     kernel = ring.kernel_options()
@@ -295,12 +302,14 @@ def forward(spec: RingSpec, inputs: Inputs) -> tuple[Array, Array]:
     )
     (carry, block), _ = lax.scan(ring_step, (carry, ring.block), jnp.arange(ring.size - 1))
     carry = attend(carry, block, ring.size - 1)
-    out, lse = softmax.normalize(carry.out, carry.maximum, carry.total)
-    return ring.layout.heads(out, True).astype(inputs.query.dtype), ring.layout.heads(lse, True)
+    exact, lse = (ring.layout.heads(x, True) for x in softmax.normalize(carry.out, carry.maximum, carry.total))
+    out = exact.astype(inputs.query.dtype)
+    lost = None if out.dtype == exact.dtype else (exact - out.astype(dtype)).astype(out.dtype)
+    return out, lse, lost
 
 
 def backward(
-    spec: RingSpec, inputs: Inputs, out: Array, lse: Array, dout: Array, dlse: Array
+    spec: RingSpec, inputs: Inputs, out: Array, lse: Array, lost: Array | None, dout: Array, dlse: Array
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in the dtypes of q, k, v.
 
@@ -313,7 +322,8 @@ def backward(
     kernel = ring.kernel_options()
     seen = lse > -jnp.inf
     dout = jnp.where(seen[..., None], dout, jnp.zeros((), dout.dtype))
-    delta = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1) - jnp.where(seen, dlse, 0)
+    exact = out if lost is None else out.astype(dtype) + lost.astype(dtype)
+    delta = jnp.sum(dout.astype(dtype) * exact, -1) - jnp.where(seen, dlse, 0)
     stats = (ring.layout.tokens(x, True) for x in (dout, jnp.where(seen, lse, 0), delta))
     fixed = (ring.query, *stats)
 

@@ -33,7 +33,7 @@ HALF = [
     for layout, kind in (("contiguous", "full"), ("striped", "causal"), ("zigzag", "restart"))
     if dtype == "bfloat16" or ring == 3
 ]
-SCALED = [Case(ring=3, layout="zigzag", scale=scale) for scale in (0.02, 3.0)]
+SCALED = [Case(ring=3, layout="zigzag", scale=scale) for scale in (0.02, 1.0)]
 ODD = [
     Case(ring=ring, layout=layout, kind="restart", local=local, head_dim=24, value_dim=40, batch=1)
     for ring, local in ((5, 6), (6, 2), (7, 6), (7, 1), (5, 37))
@@ -83,7 +83,8 @@ def test_one_hot_values_show_exactly_the_visible_keys(kind: str):
     tokens = {name: x[..., order] for name, x in case.tokens().items()}
     zero = np.zeros((2, 24, 1, 10), np.float32)
     one_hot = np.broadcast_to(np.eye(24, dtype=np.float32)[order], (2, 24, 24))[:, :, None]
-    out, _ = ring_call(case, ring_jax.make_mesh(sequence=4))(zero, zero, one_hot, **tokens)
+    attend = ring_call(case, ring_jax.make_mesh(sequence=4))
+    out, _ = jax.jit(lambda tokens: attend(zero, zero, one_hot, **tokens))(tokens)
     out = np.asarray(out)[:, np.argsort(order), 0]
     mask = dense_mask(case)
     np.testing.assert_array_equal(out > 0, mask)

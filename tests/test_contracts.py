@@ -50,7 +50,7 @@ def compile_ring(
         inputs = ring.Inputs(query, key, value, Tokens(None, None), Tokens(None, None), jax.lax.axis_index("sequence"))
         inputs = ring.Inputs(*ring.manual.vary_alike(*inputs))
         return ring.backward(
-            ring.RingSpec("sequence", HEAD_DIM**-0.5, True, "zigzag"), inputs, out, lse, dout, jnp.zeros_like(lse)
+            ring.RingSpec("sequence", HEAD_DIM**-0.5, True, "zigzag"), inputs, out, lse, None, dout, jnp.zeros_like(lse)
         )
 
     lse = jax.ShapeDtypeStruct(query.shape[:-1], "float32", sharding=query.sharding)

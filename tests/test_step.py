@@ -223,6 +223,18 @@ def test_evaluation_is_the_training_loss_and_takes_no_more_memory(compiled):
     assert temporaries[0] <= temporaries[1]
 
 
+def test_copies_of_a_parameter_stay_bitwise_equal(compiled):
+    config, mesh, train_step, _ = compiled
+    state, _ = train_step(place_state(config, mesh), place_batch(packed_batch(0), config, mesh))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        copies: dict[str, list[np.ndarray]] = {}
+        for shard in leaf.addressable_shards:
+            copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        assert all(len(same) >= config.mesh.sequence for same in copies.values()), path
+        for same in copies.values():
+            assert all(np.array_equal(same[0], other) for other in same[1:]), path
+
+
 def test_no_mask_of_all_pairs_of_tokens_is_kept():
     """Neither from layer to layer nor from tick to tick, as happens when position-only values leave the loops."""
     config, length = make_config((1, 1, 2, 2), 2), 4096
