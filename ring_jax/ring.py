@@ -120,7 +120,7 @@ def ring_attention(
 
     Example:
       >>> from functools import partial
-      >>> mesh = jax.make_mesh((1,), ("sequence",))
+      >>> mesh = ring_jax.make_mesh(devices=jax.devices()[:1])
       >>> spec = jax.P(None, "sequence")
       >>> attend = jax.shard_map(partial(ring_attention, is_causal=True), mesh=mesh, in_specs=spec, out_specs=spec)
       >>> x = jnp.ones((1, 4, 2, 8))
@@ -245,7 +245,8 @@ class _Ring(NamedTuple):
     def kernel_options(self) -> dict[str, Any]:
         lengths = self.inputs.query.shape[1], self.inputs.key.shape[1]
         chunks = (layouts.chunk_length(self.spec.layout, n, self.size) for n in lengths)
-        tiles = tuple(xla.tile_size(n, chunk) for n, chunk in zip(lengths, chunks, strict=True))
+        side_by_side = self.query.shape[1] * self.inputs.query.shape[2]
+        tiles = tuple(xla.tile_size(n, chunk, side_by_side) for n, chunk in zip(lengths, chunks, strict=True))
         return {"scale": self.spec.scale, "is_causal": self.spec.is_causal, "tiles": tiles}
 
 

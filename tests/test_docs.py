@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ring_jax
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -35,7 +37,8 @@ def test_own_model_example(monkeypatch):
 def test_docstrings(name: str):
     module = importlib.import_module(f"ring_jax.{name}")
     finder = doctest.DocTestFinder()
-    tests = [t for t in finder.find(module, globs=vars(module) | {"jax": jax, "jnp": jnp, "np": np}) if t.examples]
+    names = vars(module) | {"jax": jax, "jnp": jnp, "np": np, "ring_jax": ring_jax}
+    tests = [t for t in finder.find(module, globs=names) if t.examples]
     assert tests, f"ring_jax.{name} has no example"
     for test in tests:
         assert doctest.DocTestRunner().run(test).failed == 0

@@ -47,8 +47,9 @@ def test_tile_sizes_do_not_matter(is_causal: bool):
 def test_tile_size_rule(length: int, zigzag: bool):
     chunk = length // 2 if zigzag and length % 2 == 0 else length
     tile = xla.tile_size(length, chunk)
-    assert 1 <= tile <= min(xla.TILE, length)
+    assert 1 <= tile <= min(xla.LARGEST_TILE, length)
     assert chunk % tile == 0 or tile >= min(xla.SMALLEST_TILE, chunk)
+    assert -(-length // tile) <= 2 * max(xla.TILES_A_SIDE, 5000 // xla.SMALLEST_TILE)
     starts = masks.tile_starts(length, tile)
     assert starts[0] == 0 and starts[-1] + tile == length
     assert set((starts[:, None] + np.arange(tile)).ravel()) == set(range(length))

@@ -27,10 +27,9 @@ from ring_jax.masks import Tokens
 EMPTY = float(np.finfo(np.float32).min)
 """Running maximum of a row that has seen no key."""
 
-TILE = 128
-"""Largest tile, in tokens: measured best on CPU for head sizes of 64 and 128 (benchmarks/attention.py)."""
-
-SMALLEST_TILE = 32
+SMALLEST_TILE, LARGEST_TILE, TILES_A_SIDE, MANY_HEADS = 64, 512, 64, 8
+"""64 tokens measured best on CPU for 8 heads, 128 for 2 (benchmarks/attention.py, the quickstart). Longer blocks take
+larger tiles, so that the lists of tiles stay short: 64 by 64 up to 32,768 local tokens."""
 
 
 class Carry(NamedTuple):
@@ -41,14 +40,17 @@ class Carry(NamedTuple):
     total: Array  # [R, b, K, G, T]
 
 
-def tile_size(length: int, chunk: int) -> int:
+def tile_size(length: int, chunk: int, num_heads: int = MANY_HEADS) -> int:
     """Tokens in a tile for ``length`` local tokens whose positions run in chunks of ``chunk``.
 
-    The largest divisor of the chunk up to `TILE`, so that no tile straddles two zigzag chunks (such a tile would be
-    live for nearly every query). Where that would be tiny, a full tile and an overlapping last one.
+    The largest divisor of the chunk up to the wanted size, so that no tile straddles two zigzag chunks (such a tile
+    would be live for nearly every query). Where that would be tiny, a full tile and an overlapping last one.
+    ``num_heads`` counts what one tile computes side by side: heads, and batch rows that share a mask.
     """
-    best = max(size for size in range(1, min(TILE, chunk) + 1) if chunk % size == 0)
-    return best if best >= min(SMALLEST_TILE, chunk) else min(TILE, length)
+    smallest = SMALLEST_TILE if num_heads >= MANY_HEADS else 2 * SMALLEST_TILE
+    wanted = min(LARGEST_TILE, max(smallest, length // TILES_A_SIDE))
+    best = max(size for size in range(1, min(wanted, chunk) + 1) if chunk % size == 0)
+    return best if best >= min(wanted // 2, chunk) else min(wanted, length)
 
 
 def _live_lists(live: Array) -> tuple[Array, Array]:
@@ -206,14 +208,18 @@ def backward_block(
                 _slice(x, row, begin, tiles[0], 4) for x in (q, dout, lse, delta, dq)
             )
 
-            scores = _scores(q_tile, k_tile, scale, tiling.mask(row, i, j), dtype)
-            p = jnp.exp(scores - lse_tile[..., None])
-            dp = jnp.einsum("bkgth,bksh->bkgts", do_tile, v_tile, preferred_element_type=dtype)
-            ds = p * (dp - delta_tile[..., None]) * jnp.asarray(scale, dtype)
-            q_tile, do_tile = q_tile.astype(dtype), do_tile.astype(dtype)
-            dv_tile += jnp.einsum("bkgts,bkgth->bksh", p, do_tile)
-            dk_tile += jnp.einsum("bkgts,bkgth->bksh", ds, q_tile)
-            dq_tile += jnp.einsum("bkgts,bksh->bkgth", ds, k_tile.astype(dtype))
+            # Scores are held as [keys, queries] here: then no product needs a transposed copy of a whole tile.
+            mask = tiling.mask(row, i, j)
+            scores = jnp.einsum("bksh,bkgth->bksgt", k_tile, q_tile, preferred_element_type=dtype)
+            scores = scores * jnp.asarray(scale, dtype)
+            if mask is not None:
+                scores = jnp.where(mask.T[:, None], scores, -jnp.inf)
+            p = jnp.exp(scores - lse_tile[:, :, None])
+            dp = jnp.einsum("bksh,bkgth->bksgt", v_tile, do_tile, preferred_element_type=dtype)
+            ds = p * (dp - delta_tile[:, :, None]) * jnp.asarray(scale, dtype)
+            dv_tile += jnp.einsum("bksgt,bkgth->bksh", p, do_tile.astype(dtype))
+            dk_tile += jnp.einsum("bksgt,bkgth->bksh", ds, q_tile.astype(dtype))
+            dq_tile += jnp.moveaxis(jnp.einsum("bksh,bksgt->bkhgt", k_tile.astype(dtype), ds), 2, -1)
             return _put(dq, dq_tile, row, begin, 4), dk_tile, dv_tile
 
         dkv_tile = _slice(dkv, row, start, tiles[1], 3)
