@@ -9,7 +9,8 @@ Stage s works on microbatch m in tick m + s. With 3 stages and 4 microbatches, a
 
 Invariant: every stage uses the positions and segment ids of the microbatch it is working on, number tick - stage. With
 those of the microbatch that just entered, late stages would mask and rotate one row's tokens as if they were another's.
-All stages run every tick, in the bubble on values that are thrown away: no collective depends on data.
+All stages run every tick, in the bubble on values that are thrown away: no collective depends on data. In the bubble
+they see zeros for the place, that is segment 0, padding: attention then has no tile to compute.
 """
 
 from collections.abc import Callable
@@ -45,8 +46,14 @@ def run_pipeline(stage: Callable[[Array, Any], Array], inputs: Array, place: Any
 
     def run_tick(received: Array, this: tuple[Array, Array]) -> tuple[Array, Array]:
         tick, entering = this
-        microbatch = jnp.clip(tick - index, 0, num_microbatches - 1)
-        place_here = jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, microbatch, keepdims=False), place)
+        microbatch = tick - index
+        works = (microbatch >= 0) & (microbatch < num_microbatches)
+
+        def of_microbatch(p: Array) -> Array:
+            here = lax.dynamic_index_in_dim(p, jnp.clip(microbatch, 0, num_microbatches - 1), keepdims=False)
+            return jnp.where(works, here, jnp.zeros_like(here))
+
+        place_here = jax.tree.map(of_microbatch, place)
         x = stage(jnp.where(index == 0, entering, received), place_here)
         return lax.ppermute(x, RULES.layers, to_next), x
 
