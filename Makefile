@@ -23,7 +23,7 @@ setup: ## Make .venv with the pinned packages (the other tasks do this first)
 quickstart: setup ## Train a small model on the CPU, as 8 devices; ARGS="--num-steps 20" changes the run
 	$(PY) -m train run configs/quickstart.py --platform cpu $$(sh scripts/run_dir.sh runs/quickstart $(ARGS)) $(ARGS)
 
-test: setup ## Run the tests without the slow ones; ARGS="tests/test_ring.py -k zigzag" picks some
+test: setup ## Run the tests without the slow ones; ARGS="tests/test_conformance.py -k zigzag" picks some
 	$(PYTEST) $(ARGS)
 
 test-all: setup ## Run the slow tests, too

@@ -26,12 +26,17 @@ type Layout = Literal["contiguous", "striped", "zigzag"]
 LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
 
 
+def unknown_name(kind: str, value: object, known: tuple[str, ...]) -> str:
+    """The message for a name that is none of the known ones, with the nearest of them."""
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.3)
+    hint = f'did you mean "{near[0]}"? ' if near else ""
+    return f"{kind}={value!r} is not known: {hint}choose one of {', '.join(known)}"
+
+
 def check_layout(layout: str) -> None:
     """Raise ValueError, naming the nearest layout, for a name that is none."""
     if layout not in LAYOUTS:
-        near = difflib.get_close_matches(layout, LAYOUTS, n=1, cutoff=0.3)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
-        raise ValueError(f"{layout=!r} is not a layout: {hint}choose one of {', '.join(LAYOUTS)}")
+        raise ValueError(unknown_name("layout", layout, LAYOUTS))
 
 
 def required_multiple(layout: str, num_shards: int) -> int:

@@ -4,7 +4,6 @@ Invariant 6: *a combination of options is verified, or refused with the reason a
 option that is not built yet is in the signatures, so that no call changes when it comes, and is refused here by name.
 """
 
-import difflib
 import numbers
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from ring_jax.layouts import check_layout
+from ring_jax.layouts import check_layout, unknown_name
 
 _Ids = Int[Array | np.ndarray, "..."]
 TokenIds = _Ids | tuple[_Ids, _Ids] | None
@@ -38,12 +37,6 @@ NOT_BUILT: dict[str, tuple[Any, str]] = {
     "dropout_seed": (None, "attention dropout is not built yet"),
 }
 """Option -> (its default, why any other value is refused)."""
-
-
-def _unknown(kind: str, value: Any, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.3)
-    hint = f'did you mean "{near[0]}"? ' if near else ""
-    return f"{kind}={value!r} is not known: {hint}choose one of {', '.join(known)}"
 
 
 def supports(**keywords: Any) -> str | None:
@@ -81,9 +74,9 @@ def supports(**keywords: Any) -> str | None:
 def check(**keywords: Any) -> None:
     """Raise for unknown names (ValueError) and for combinations that are not verified (NotImplementedError)."""
     if keywords.get("strategy", "auto") not in STRATEGIES:
-        raise ValueError(_unknown("strategy", keywords["strategy"], STRATEGIES))
+        raise ValueError(unknown_name("strategy", keywords["strategy"], STRATEGIES))
     if keywords.get("implementation") not in (None, *IMPLEMENTATIONS):
-        raise ValueError(_unknown("implementation", keywords["implementation"], IMPLEMENTATIONS))
+        raise ValueError(unknown_name("implementation", keywords["implementation"], IMPLEMENTATIONS))
     if keywords["layout"] is not None:
         check_layout(keywords["layout"])
     for name in ("is_causal", "return_residual"):

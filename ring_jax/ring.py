@@ -167,9 +167,9 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any]) -> I
 
 
 def check_local_lengths(inputs: Inputs, spec: RingSpec) -> None:
-    """Raise ValueError where default positions cannot be derived from the layout."""
+    """Raise ValueError for a shard that zigzag cannot cut into its two chunks."""
     num_shards = manual.axis_size(spec.axis_name)
-    if spec.is_causal and spec.layout == "zigzag" and num_shards > 1:
+    if spec.layout == "zigzag" and num_shards > 1:
         for name, x in (("query", inputs.query), ("key", inputs.key)):
             layouts.check_length("zigzag", x.shape[1] * num_shards, num_shards, f"{name} length")
 

@@ -162,6 +162,16 @@ def test_wrong_call_inside_shard_map():
         jax.shard_map(ring_jax.dot_product_attention, mesh=mesh, in_specs=spec, out_specs=spec)(QUERY, KEY, KEY)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [2, 6])
+def test_a_shard_that_zigzag_cannot_halve(length: int, is_causal: bool):
+    mesh, spec = ring_jax.make_mesh(sequence=2), jax.P(None, "sequence")
+    x = jnp.ones((1, length, 2, 4))
+    call = functools.partial(ring_jax.ring_attention, layout="zigzag", is_causal=is_causal)
+    with pytest.raises(ValueError, match=f"query length={length} must be a positive multiple of 4"):
+        jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(x, x, x)
+
+
 def test_causal_without_an_order():
     with pytest.raises(NotImplementedError, match=r"layout=None.*needs positions"):
         ring_jax.dot_product_attention(QUERY, KEY, KEY, is_causal=True, layout=None)
