@@ -1,16 +1,25 @@
 """Exact attention over sequences too long for one device, in JAX."""
 
 from ring_jax.attention import dot_product_attention
+from ring_jax.balance import balanced_permutation, live_tiles
+from ring_jax.inspection import inspect
 from ring_jax.layouts import from_layout, permutation, to_layout
 from ring_jax.mesh import make_mesh
-from ring_jax.options import supports
+from ring_jax.options import Schedule, supports
+from ring_jax.planner import choose_strategy
 from ring_jax.reference import reference_attention
-from ring_jax.ring import ring_attention
+from ring_jax.sharded import all_gather_attention, ring_attention, ulysses_attention, usp_attention
 from ring_jax.softmax import merge
 
 __all__ = [
+    "Schedule",
+    "all_gather_attention",
+    "balanced_permutation",
+    "choose_strategy",
     "dot_product_attention",
     "from_layout",
+    "inspect",
+    "live_tiles",
     "make_mesh",
     "merge",
     "permutation",
@@ -18,4 +27,6 @@ __all__ = [
     "ring_attention",
     "supports",
     "to_layout",
+    "ulysses_attention",
+    "usp_attention",
 ]

@@ -77,16 +77,20 @@ def shard_positions(layout: str, shard: Int[Array, ""] | int, length: int, num_s
 def permutation(layout: str, seq_len: int, num_shards: int) -> np.ndarray:
     """Indices that put a sequence into a layout: ``new[i] = old[permutation[i]]``.
 
+    A length that the layout cannot cut evenly is padded behind its end, put into the layout, and stripped of the
+    padding: `dot_product_attention` does the same inside. For an array that is cut over devices pad it yourself, to a
+    multiple of `required_multiple`.
+
     Args:
       layout: ``"contiguous"``, ``"striped"`` or ``"zigzag"``.
-      seq_len: global length; a multiple of `required_multiple`.
+      seq_len: global length, at least 1.
       num_shards: size P of the sequence axis.
 
     Returns:
       An int64 array ``[seq_len]``, a permutation of ``range(seq_len)``.
 
     Raises:
-      ValueError: unknown layout, or a length that the layout cannot cut evenly.
+      ValueError: unknown layout, or a length below 1.
 
     Example:
       >>> permutation("zigzag", 8, 2)
@@ -96,14 +100,27 @@ def permutation(layout: str, seq_len: int, num_shards: int) -> np.ndarray:
       Striped: Brandon et al., Striped Attention, arXiv:2311.09431, section 3. Zigzag: Llama 3, arXiv:2407.21783,
       section 3.3.2 (2P chunks, rank i holds i and 2P-1-i).
     """
-    check_length(layout, seq_len, num_shards)
-    index = np.arange(seq_len)
+    multiple = required_multiple(layout, num_shards)
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len} must be at least 1")
+    index = np.arange(-(-seq_len // multiple) * multiple)
     if layout == "striped":
-        return index.reshape(-1, num_shards).T.reshape(-1)
-    if layout == "zigzag" and num_shards > 1:
+        index = index.reshape(-1, num_shards).T.reshape(-1)
+    elif layout == "zigzag" and num_shards > 1:
         chunks = index.reshape(2 * num_shards, -1)
-        return np.stack([chunks[:num_shards], chunks[: num_shards - 1 : -1]], axis=1).reshape(-1)
-    return index
+        index = np.stack([chunks[:num_shards], chunks[: num_shards - 1 : -1]], axis=1).reshape(-1)
+    return index[index < seq_len]
+
+
+def padded_slots(layout: str, seq_len: int, num_shards: int) -> tuple[int, np.ndarray]:
+    """The length that the layout can cut evenly, and where the token of each slot lies in the array that has none.
+
+    A slot of padding has index ``seq_len``, which is outside.
+    """
+    multiple = required_multiple(layout, num_shards)
+    padded = -(-seq_len // multiple) * multiple
+    real = permutation(layout, padded, num_shards) < seq_len
+    return padded, np.where(real, np.cumsum(real) - 1, seq_len)
 
 
 def to_layout(

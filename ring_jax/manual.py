@@ -42,3 +42,17 @@ def vary_alike(*trees):
 def full_like(shape: tuple[int, ...], value: float, dtype, *like: jax.Array) -> jax.Array:
     """A constant array that varies over the same manual axes as ``like``, as a loop's first carry must."""
     return vary_alike(jnp.full(shape, value, dtype), *like)[0]
+
+
+def first_index(axes: str | tuple[str, ...] | None, x: jax.Array, count: int) -> jax.Array:
+    """Index in the whole array of the first of ``count`` entries of ``x`` that lie on this device.
+
+    Axes that are not manual, or over which ``x`` is known to be replicated, do not cut it.
+    """
+    index = jnp.int32(0)
+    varying = jax.typeof(x).manual_axis_type.varying
+    checked = bool(varying)  # with check_vma=False nothing is recorded
+    for name in (axes,) if isinstance(axes, str) else tuple(axes or ()):
+        if axis_is_manual(name) and (name in varying or not checked):
+            index = index * lax.axis_size(name) + lax.axis_index(name)
+    return index * count

@@ -1,10 +1,13 @@
 """Which query may attend to which key: one rule for tokens, and what follows from it for tiles.
 
 Invariant 1: *attention depends on positions and segment ids only, never on where a token sits in the array.* Query i
-attends to key j if and only if
+attends to key j if and only if all rules that are on hold:
 
-    segment_q[i] == segment_k[j] != 0        (when segment ids are given; 0 is padding)
-    position_q[i] >= position_k[j]           (when causal)
+    segments   segment_q[i] == segment_k[j] != 0                         (0 is padding)
+    causal     position_q[i] >= position_k[j]
+    window     -right <= position_q[i] - position_k[j] <= left
+    chunks     position_q[i] // size == position_k[j] // size
+    mask_fn    what the caller's function says
 
 Every layout is then a permutation with no mask of its own. If a mask were built from array indices instead, a zigzag
 or striped layout would let tokens see their future, and the loss would look a little too good.
@@ -13,7 +16,8 @@ For tiles, the bounds of positions and ids decide. `tile_live` may say yes for a
 bounds are an interval, the ids in it need not be), never no for one in which something is.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +27,30 @@ from jaxtyping import Bool, Int
 _INT32 = np.iinfo(np.int32)
 
 
+class Rules(NamedTuple):
+    """The rules that are on, apart from segment ids (they are on when there are any)."""
+
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    chunk_size: int | None = None
+    mask_fn: Callable[..., Any] | None = None
+
+    @property
+    def read_positions(self) -> bool:
+        return self.is_causal or any(rule is not None for rule in self[1:])
+
+    def reach(self) -> tuple[float, float]:
+        """(smallest, largest) difference of positions, query minus key, that can be visible."""
+        left, right = self.window or (np.inf, np.inf)
+        if self.chunk_size is not None:
+            left, right = min(left, self.chunk_size - 1), min(right, self.chunk_size - 1)
+        return (0 if self.is_causal else -right), left
+
+
 class Tokens(NamedTuple):
     """What the mask needs to know of a run of tokens: int32, ``[R, T]`` with R = 1 or one row for each batch row.
 
-    ``None`` means that no rule uses it: positions when attention is not causal, segment ids when none were given.
+    ``None`` means that no rule uses it: positions when no rule reads them, segment ids when none were given.
     """
 
     positions: Int[Array, "R T"] | None
@@ -41,7 +65,7 @@ class TileBounds(NamedTuple):
     segment_ids: tuple[Int[Array, "R n"], Int[Array, "R n"]] | None
 
 
-def visible(query: Tokens, key: Tokens, *, is_causal: bool) -> Bool[Array, "R T S"] | None:
+def visible(query: Tokens, key: Tokens, rules: Rules) -> Bool[Array, "R T S"] | None:
     """The mask, token by token; None when every query sees every key.
 
     query positions 0 1 2 3,  key positions 0 1 2 3,  segments 1 1 2 2, causal:
@@ -51,15 +75,42 @@ def visible(query: Tokens, key: Tokens, *, is_causal: bool) -> Bool[Array, "R T 
         0 0 1 0
         0 0 1 1
     """
-    mask = None
-    if is_causal:
-        assert query.positions is not None and key.positions is not None
-        mask = query.positions[:, :, None] >= key.positions[:, None, :]
+    parts = []
     if query.segment_ids is not None and key.segment_ids is not None:
-        same = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
-        same &= query.segment_ids[:, :, None] != 0
-        mask = same if mask is None else mask & same
+        ids = query.segment_ids[:, :, None]
+        parts += [(ids == key.segment_ids[:, None, :]) & (ids != 0)]
+    if rules.read_positions:
+        assert query.positions is not None and key.positions is not None
+        at, of = query.positions[:, :, None], key.positions[:, None, :]
+        if rules.is_causal:
+            parts.append(at >= of)
+        if rules.window is not None:
+            left, right = rules.window
+            parts += [at - of <= left, of - at <= right]
+        if rules.chunk_size is not None:
+            parts.append(at // rules.chunk_size == of // rules.chunk_size)
+        if rules.mask_fn is not None:
+            ids, key_ids = (jnp.ones_like(x.positions) if x.segment_ids is None else x.segment_ids for x in (query, key))
+            parts.append(_call(rules.mask_fn, at, of, ids[:, :, None], key_ids[:, None, :]))
+    if not parts:
+        return None
+    mask = parts[0]
+    for part in parts[1:]:
+        mask = mask & part
     return mask
+
+
+def _call(mask_fn: Callable[..., Any], at: Array, of: Array, at_ids: Array, of_ids: Array) -> Array:
+    """The caller's mask, checked: bool, and not larger than queries by keys."""
+    mask = jnp.asarray(mask_fn(at, of, at_ids, of_ids))
+    shape = jnp.broadcast_shapes(at.shape, of.shape, at_ids.shape, of_ids.shape)
+    if mask.dtype != bool:
+        raise TypeError(f"mask_fn must return booleans, True where a query may attend; got {mask.dtype}")
+    try:
+        return jnp.broadcast_to(mask, shape)
+    except ValueError:
+        message = f"mask_fn must return what broadcasts to [rows, queries, keys] = {shape}; got {mask.shape}"
+        raise ValueError(message) from None
 
 
 def tile_starts(length: int, tile: int) -> np.ndarray:
@@ -85,13 +136,24 @@ def tile_bounds(tokens: Tokens, length: int, tile: int) -> TileBounds:
     return TileBounds(len(starts), bounds(positions), bounds(segments))
 
 
-def tile_live(query: TileBounds, key: TileBounds, *, is_causal: bool) -> Bool[Array, "R nq nk"]:
-    """False where no query of the tile can see a key of the tile: the kernel's own skip predicate."""
+def tile_live(query: TileBounds, key: TileBounds, rules: Rules) -> Bool[Array, "R nq nk"]:
+    """False where no query of the tile can see a key of the tile: the kernel's own skip predicate.
+
+    A tile of padding alone has segment bounds that meet no other, so what its positions give does not matter.
+    """
     live = jnp.ones((1, query.num_tiles, key.num_tiles), bool)
-    if is_causal:
-        assert query.positions is not None and key.positions is not None
-        live &= query.positions[1][:, :, None] >= key.positions[0][:, None, :]
     if query.segment_ids is not None and key.segment_ids is not None:
         live &= query.segment_ids[1][:, :, None] >= key.segment_ids[0][:, None, :]
         live &= key.segment_ids[1][:, None, :] >= query.segment_ids[0][:, :, None]
+    if rules.read_positions:
+        assert query.positions is not None and key.positions is not None
+        first, last = (x[:, :, None] for x in query.positions)
+        key_first, key_last = (x[:, None, :] for x in key.positions)
+        if rules.is_causal:
+            live &= last >= key_first
+        if rules.window is not None:
+            live &= (first - key_last <= rules.window[0]) & (key_first - last <= rules.window[1])
+        if rules.chunk_size is not None:
+            size = rules.chunk_size
+            live &= (first // size <= key_last // size) & (key_first // size <= last // size)
     return live

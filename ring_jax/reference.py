@@ -1,11 +1,14 @@
 """Dense attention: the definition of right. Everything else in this package is compared with it."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
-from ring_jax import masks, options
+from ring_jax import dropout, masks, options
 from ring_jax.masks import Tokens
 from ring_jax.options import TokenIds
 
@@ -14,35 +17,47 @@ def reference_attention(
     query: Float[Array | np.ndarray, "B T N H"],
     key: Float[Array | np.ndarray, "B S K H"],
     value: Float[Array | np.ndarray, "B S K Hv"],
+    bias: Any = None,
+    mask: Any = None,
     *,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
     scale: float | None = None,
     is_causal: bool = False,
+    local_window_size: Any = None,
+    chunk_size: int | None = None,
     segment_ids: TokenIds = None,
     positions: TokenIds = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    mask_fn: Any = None,
+    score_fn: Any = None,
+    score_args: Any = (),
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Attend densely, forming every score.
 
-        s[t,j] = scale * q[t] . k[j]  where visible(t, j), else -inf
-        out[t] = sum_j exp(s[t,j] - lse[t]) v[j],   lse[t] = log sum_j exp(s[t,j])
+        s[t,j] = score_fn(cap(scale * q[t] . k[j])) + bias[t,j]  where visible(t, j), else -inf
+        lse[t] = log sum_j exp(s[t,j]),   p[t,j] = exp(s[t,j]) / (exp(lse[t]) + exp(sink))
+        out[t] = sum_j keep[t,j] / (1 - rate) p[t,j] v[j]
 
     A query that sees no key gives exactly 0, lse -inf, and no gradient. Runs in the dtype of the inputs (float64 under
     `jax.enable_x64`; float32 at least), O(T*S) memory, and is differentiated by JAX itself.
 
     Args:
       query: ``[B, T, N, H]``. key: ``[B, S, K, H]``, N a multiple of K. value: ``[B, S, K, Hv]``.
-      scale: of the scores; None means 1/sqrt(H).
-      is_causal: a query sees keys at its own position and before.
-      segment_ids: int ``[B, S]`` or ``[S]``, or a pair (query's, keys'). Attention stays inside a segment; 0 is
-        padding.
-      positions: int, shaped like segment_ids; None means 0, 1, 2, ... for queries and keys alike.
-      return_residual: also return lse.
+      bias, mask, query_seq_lengths, key_value_seq_lengths, scale, is_causal, local_window_size, chunk_size,
+        segment_ids, positions, logits_soft_cap, sinks, mask_fn, score_fn, score_args, dropout_rate, dropout_seed: as
+        in `ring_jax.dot_product_attention`, for arrays in natural order; positions None means 0, 1, 2, ...
+      return_residual: also return lse (without sinks).
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype; with ``return_residual`` also lse ``[B, T, N]``, float32 or wider.
 
     Raises:
-      ValueError, TypeError: shapes or dtypes that do not fit together.
+      ValueError, TypeError: shapes, dtypes or values that do not fit together.
 
     Example:
       >>> x = jnp.ones((1, 3, 1, 2))
@@ -52,33 +67,68 @@ def reference_attention(
     Reference:
       Vaswani et al., Attention Is All You Need, arXiv:1706.03762, section 3.2.1; grouped heads: arXiv:2305.13245.
     """
+    keywords = {name: default for name, (default, _) in options.OPTIONS.items()}
+    keywords |= {name: x for name, x in locals().items() if name in keywords}
+    options.check(**keywords)
     options.check_arrays(query, key, value)
     batch, length, num_heads, head_dim = query.shape
     lengths, num_kv_heads = (length, key.shape[1]), key.shape[2]
-    pairs = zip(
-        options.as_pair("positions", positions, batch, lengths)
-        if positions is not None
-        else (jnp.arange(n, dtype=jnp.int32)[None] for n in lengths),
-        options.as_pair("segment_ids", segment_ids, batch, lengths),
-        strict=True,
-    )
-    query_tokens, key_tokens = (Tokens(*pair) for pair in pairs)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
+    query_tokens, key_tokens = _tokens(keywords, batch, lengths)
     grouped = query.astype(dtype).reshape(batch, length, num_kv_heads, -1, head_dim)
     scale = head_dim**-0.5 if scale is None else scale
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key.astype(dtype), precision="highest")
-    scores *= jnp.asarray(scale, dtype)
-    mask = masks.visible(query_tokens, key_tokens, is_causal=is_causal)
-    mask = jnp.ones((1, *lengths), bool) if mask is None else mask
-    mask = mask[:, None, None]
-    seen = mask.any(-1)
-    top = jnp.where(mask, scores, -jnp.inf).max(-1)
-    top = jnp.where(seen, top, 0)[..., None]
+    scores = scores.reshape(batch, num_heads, *lengths) * jnp.asarray(scale, dtype)
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+    at, of = query_tokens.positions[:, None, :, None], key_tokens.positions[:, None, None, :]
+    if score_fn is not None:
+        heads = jnp.arange(num_heads, dtype=jnp.int32)[:, None, None]
+        scores = jnp.asarray(score_fn(scores, at, of, heads, *score_args)).astype(dtype)
+    bias = options.as_pairwise("bias", bias, (batch, num_heads, *lengths))
+    scores = scores if bias is None else scores + bias.astype(dtype)
+    rules = masks.Rules(bool(is_causal), options.window_of(local_window_size), chunk_size, mask_fn)
+    allowed = masks.visible(query_tokens, key_tokens, rules)
+    allowed = jnp.ones((1, 1, *lengths), bool) if allowed is None else allowed[:, None]
+    dense = options.as_pairwise("mask", mask, (batch, num_heads, *lengths))
+    allowed = jnp.broadcast_to(allowed if dense is None else allowed & dense, scores.shape)
+    top = jnp.where(allowed, scores, -jnp.inf).max(-1)
+    seen = allowed.any(-1) & (top != -jnp.inf)
+    top = lax.stop_gradient(jnp.where(seen, top, 0)[..., None])
     # The inner `where` keeps hidden scores out of exp, so that the derivative there is 0 and never inf * 0.
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
+    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - top, 0)), 0)
     total = jnp.where(seen, weights.sum(-1), 1)
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights / total[..., None], value.astype(dtype), precision="highest")
-    out = out.reshape(batch, length, num_heads, -1).astype(query.dtype)
     lse = jnp.where(seen, top[..., 0] + jnp.log(total), -jnp.inf)
-    lse = lse.transpose(0, 3, 1, 2).reshape(batch, length, num_heads)
-    return (out, lse) if return_residual else out
+    weights = weights / total[..., None]
+    if sinks is not None:
+        sinks = options.as_row("sinks", sinks, num_heads, jnp.floating)
+        weights *= jax.nn.sigmoid(jnp.where(seen, lse, -jnp.inf) - sinks.astype(dtype)[:, None])[..., None]
+    if dropout_rate:
+        ids = query_tokens.segment_ids
+        at, of, ids = (None if x is None else jnp.broadcast_to(x, (batch, x.shape[1])) for x in (at[:, 0, :, 0], of[:, 0, 0], ids))
+        tokens = {"query_positions": at, "key_positions": of, "query_segments": ids}
+        kept = dropout.keep_mask(dropout_seed, dropout_rate, num_heads=num_heads, **tokens)
+        weights = jnp.where(kept, weights / (1 - dropout_rate), 0)
+    weights = weights.reshape(batch, num_kv_heads, -1, *lengths)
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value.astype(dtype), precision="highest")
+    out = out.reshape(batch, length, num_heads, -1).astype(query.dtype)
+    return (out, lse.transpose(0, 2, 1)) if return_residual else out
+
+
+def _tokens(keywords: dict[str, Any], batch: int, lengths: tuple[int, int]) -> list[Tokens]:
+    """Positions and segment ids of both sides, with sequence lengths turned into padding."""
+    positions = options.as_pair("positions", keywords["positions"], batch, lengths)
+    segments = options.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
+    real = [
+        options.as_row(name, keywords[name], batch, jnp.integer)
+        for name in ("query_seq_lengths", "key_value_seq_lengths")
+    ]
+    sides = []
+    for length, at, ids, count in zip(lengths, positions, segments, real, strict=True):
+        index = jnp.arange(length, dtype=jnp.int32)[None]
+        if ids is None and any(x is not None for x in real):
+            ids = jnp.ones((1, length), jnp.int32)
+        if count is not None:
+            ids = jnp.where(index < count[:, None], ids, 0)
+        sides.append(Tokens(index if at is None else at, ids))
+    return sides

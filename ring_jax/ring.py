@@ -1,362 +1,196 @@
-"""Ring attention inside ``shard_map``: keys and values travel, queries stay.
+"""The ring: keys and values travel from place to place, queries stay; in the backward pass whichever side is cheaper.
 
-Device r holds queries of shard r. At ring step s it computes with the key/value block of shard r - s while that block
-is already on its way to device r + 1 (four devices; the number is the shard whose keys the device holds):
+At each step a place computes with the block that is there while that block is already on its way to the next place.
+N places need N - 1 hops: the last step sends nothing, and a mask that cannot reach a block spares its step and its hop
+(`routes.reachable`). Inside this file T and S are the lengths at one place.
 
-    step     device 0   device 1   device 2   device 3
-      0          0          1          2          3
-      1          3          0          1          2
-      2          2          3          0          1
-      3          1          2          3          0
-
-N devices need N - 1 hops: the last step sends nothing. Inside this file T and S are *local* lengths.
-
-Invariant 1: positions and segment ids of the keys travel with K and V (default positions are derived from the number
-of the shard that the block came from). Invariant 3: *dK and dV ride with their K and V and come home with them.* The
-backward pass computes scores again from the global lse and the final output; it keeps q, k, v, out, lse (of a rounded
-out also what was lost) and nothing per step. A backward pass that used one step's own lse, or did not send dK and dV
-home, would have the right loss.
-
-Why the loop looks as it does: a rolled `lax.scan` with the last step peeled off keeps temporaries constant in N; the
-hop is issued before the step's compute, from values that the kernel only reads, so that it can run meanwhile.
+Invariant 1: positions and segment ids of the keys travel with K and V (what the number of the source place tells is
+derived from it instead). Invariant 3: *dK and dV ride with their K and V and come home with them.* The backward pass
+computes scores again from the global lse and the final output; nothing is kept for a step. A backward pass that used
+one step's own lse, or did not send dK and dV home, would have the right loss.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
-from jaxtyping import Float
+from jax import Array
 
-from ring_jax import layouts, manual, options, softmax
+from ring_jax import layouts, routes, travel
 from ring_jax.kernels import xla
-from ring_jax.masks import Tokens
-from ring_jax.options import TokenIds
+from ring_jax.kernels.tiles import Keys, Pairs, float_args
+from ring_jax.kernels.xla import Cotangents, Gradients
+from ring_jax.problem import Problem, columns, put_columns, zeros
 
 
-class RingSpec(NamedTuple):
-    """What is known when the ring is traced."""
+def forward(problem: Problem, carry: xla.Carry) -> xla.Carry:
+    """Fold the keys of the whole ring into the softmax state of this place's queries."""
+    halves, grid = _Halves(problem), problem.grid
 
-    axis_name: str
-    scale: float
-    is_causal: bool
-    layout: str | None
+    def attend(carry: xla.Carry, blocks: tuple[Keys, ...], group: int, offsets: Array) -> xla.Carry:
+        for half, block in enumerate(blocks):
+            source = grid.source(problem.place.rank, group, offsets[half])
+            keys, pairs = halves.arrived(block, source, half), halves.pairs(problem.pairs, source, half)
+            carry = xla.forward_block(carry, problem.queries, keys, pairs, problem.spec.scores, halves.tile_sizes)
+        return carry
 
-
-class Inputs(NamedTuple):
-    """The arrays of one call, as the caller gave them; ``rank`` is the device's number on the ring."""
-
-    query: Array  # [B, T, N, H]
-    key: Array  # [B, S, K, H]
-    value: Array  # [B, S, K, Hv]
-    query_tokens: Tokens
-    key_tokens: Tokens
-    rank: Array
+    plan = routes.reachable(grid, problem.reach)
+    two_directions = problem.spec.schedule.two_directions
+    return travel.walk(grid, plan, two_directions, attend, carry, halves.split(problem.keys))
 
 
-type _Block = tuple[Array, Tokens]
+def backward(problem: Problem, cotangents: Cotangents) -> Gradients:
+    """Gradients of this place's queries and keys, and of its rows of the bias."""
+    if queries_travel(problem):
+        return _backward_with_queries(problem, cotangents)
+    return _backward_with_keys(problem, cotangents)
 
 
-def ring_attention(
-    query: Float[Array | np.ndarray, "B T N H"],
-    key: Float[Array | np.ndarray, "B S K H"],
-    value: Float[Array | np.ndarray, "B S K Hv"],
-    bias: Any = None,
-    mask: Any = None,
-    *,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: Any = None,
-    chunk_size: int | None = None,
-    segment_ids: TokenIds = None,
-    positions: TokenIds = None,
-    logits_soft_cap: float | None = None,
-    sinks: Any = None,
-    mask_fn: Any = None,
-    score_fn: Any = None,
-    score_args: tuple[Any, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_seed: Any = None,
-    layout: str | None = "contiguous",
-    implementation: str | None = None,
-    return_residual: bool = False,
-    axis_name: str = "sequence",
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Attend exactly over a sequence that is sharded over a mesh axis; call it inside `jax.shard_map`.
+def _backward_with_keys(problem: Problem, cotangents: Cotangents) -> Gradients:
+    halves, grid, schedule = _Halves(problem), problem.grid, problem.spec.schedule
 
-        out[t] = sum_j exp(scale * q[t] . k[j] - lse[t]) v[j],   over all visible keys j on all devices of the axis
+    def step(acc: Gradients, blocks: tuple[Keys, ...], group: int, offsets: Array):
+        grads = []
+        for half, block in enumerate(blocks):
+            source = grid.source(problem.place.rank, group, offsets[half])
+            keys, pairs = halves.arrived(block, source, half), halves.pairs(problem.pairs, source, half)
+            sums = acc._replace(
+                keys=zeros(problem, keys.kv.shape), bias=halves.columns(acc.bias, source, half)
+            )
+            sums = xla.backward_block(
+                sums, problem.queries, cotangents, keys, pairs, problem.spec.scores, halves.tile_sizes
+            )
+            grads.append(sums.keys)
+            acc = sums._replace(keys=acc.keys, bias=halves.put_columns(acc.bias, sums.bias, source, half))
+        return acc, tuple(grads)
 
-    Keys and values go round the axis with `lax.ppermute`, one hop a step; each step folds its block into an online
-    softmax. Works with ``check_vma=True``. Where the axis is not manual it counts as size 1.
-
-    Args:
-      query: this device's shard ``[B, T, N, H]``, float16, bfloat16, float32 or float64.
-      key: shard ``[B, S, K, H]``; N must be a multiple of K. Key/value heads are never expanded.
-      value: shard ``[B, S, K, Hv]``.
-      scale: a Python number; None means 1/sqrt(H).
-      is_causal: a query sees keys at its own position and before.
-      segment_ids: int shard ``[B, S]`` or ``[S]``, or a pair (query's, keys'). Attention stays inside a segment. 0 is
-        padding: such a token sees and is seen by nothing, gives exactly 0, gets no gradient, and may hold NaN.
-      positions: int shard, shaped like segment_ids; None derives them from ``layout`` and the device's place.
-      layout: order of the global sequence, see `ring_jax.permutation`; None promises nothing (then pass positions).
-      implementation: ``"xla"``; None picks the best that supports the call.
-      return_residual: also return the log-sum-exp.
-      axis_name: the mesh axis that the sequence is sharded over.
-      bias, mask, query_seq_lengths, key_value_seq_lengths, local_window_size, chunk_size, logits_soft_cap, sinks,
-        mask_fn, score_fn, score_args, dropout_rate, dropout_seed: refused by name until they are built.
-
-    Returns:
-      out ``[B, T, N, Hv]`` in the query's dtype, or ``(out, lse)`` with lse ``[B, T, N]`` in float32 (float64 for
-      float64 inputs). Both are differentiable. A query that sees nothing gives 0 and lse -inf. Scores, softmax
-      statistics and the accumulators of out, dq, dk and dv are float32.
-
-    Raises:
-      ValueError, TypeError: shapes, dtypes or names that do not fit; before any device work.
-      NotImplementedError: an option that is not built yet, by name.
-
-    Example:
-      >>> from functools import partial
-      >>> mesh = ring_jax.make_mesh(devices=jax.devices()[:1])
-      >>> spec = jax.P(None, "sequence")
-      >>> attend = jax.shard_map(partial(ring_attention, is_causal=True), mesh=mesh, in_specs=spec, out_specs=spec)
-      >>> x = jnp.ones((1, 4, 2, 8))
-      >>> attend(x, x, x).shape
-      (1, 4, 2, 8)
-
-    Reference:
-      Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3; the backward pass from the
-      global lse: Dao, FlashAttention-2, arXiv:2307.08691, section 3.1.2.
-    """
-    keywords = dict(locals())
-    for name in ("query", "key", "value", "axis_name"):
-        del keywords[name]
-    options.check(**keywords)
-    options.check_arrays(query, key, value)
-    spec = make_spec(query, keywords, axis_name)
-    inputs = make_inputs(query, key, value, keywords)._replace(rank=manual.axis_index(axis_name))
-    check_local_lengths(inputs, spec)
-    # Positions are tied to the query: values that depend on positions alone would be computed once for a whole scan
-    # over layers and kept, one mask for every tile.
-    tied = lax.optimization_barrier((inputs.query, inputs.query_tokens, inputs.key_tokens, inputs.rank))
-    inputs = Inputs(tied[0], inputs.key, inputs.value, *tied[1:])
-    out, lse = _attend(spec, *manual.vary_alike(*inputs))
-    return (out, lse) if return_residual else out
-
-
-def make_spec(query: Any, keywords: dict[str, Any], axis_name: str) -> RingSpec:
-    """The static part of a call whose keywords have been checked."""
-    scale = keywords["scale"]
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return RingSpec(axis_name, scale, bool(keywords["is_causal"]), keywords["layout"])
-
-
-def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any]) -> Inputs:
-    """The arrays of a call, with positions dropped where no rule reads them."""
-    lengths = query.shape[1], key.shape[1]
-    positions = options.as_pair("positions", keywords["positions"], query.shape[0], lengths)
-    segments = options.as_pair("segment_ids", keywords["segment_ids"], query.shape[0], lengths)
-    if not keywords["is_causal"]:
-        positions = None, None
-    query_tokens, key_tokens = (Tokens(*pair) for pair in zip(positions, segments, strict=True))
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    return Inputs(query, key, value, query_tokens, key_tokens, jnp.int32(0))
-
-
-def check_local_lengths(inputs: Inputs, spec: RingSpec) -> None:
-    """Raise ValueError for a shard that zigzag cannot cut into its two chunks."""
-    num_shards = manual.axis_size(spec.axis_name)
-    if spec.layout == "zigzag" and num_shards > 1:
-        for name, x in (("query", inputs.query), ("key", inputs.key)):
-            layouts.check_length("zigzag", x.shape[1] * num_shards, num_shards, f"{name} length")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: RingSpec, query, key, value, query_tokens, key_tokens, rank):
-    out, lse, _ = forward(spec, Inputs(query, key, value, query_tokens, key_tokens, rank))
-    return out, lse
-
-
-def _attend_forward(spec: RingSpec, *arrays):
-    inputs = Inputs(*arrays)
-    out, lse, lost = forward(spec, inputs)
-    return (out, lse), (inputs, out, lse, lost)
-
-
-def _attend_backward(spec: RingSpec, residuals, cotangents):
-    return (*backward(spec, *residuals, *cotangents), None, None, None)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-class _Layout(NamedTuple):
-    """Sizes of the kernel's axes: R rows of masks, b batch rows for each, K key/value heads, G queries for each."""
-
-    rows: int
-    kv_heads: int
-
-    def tokens(self, x: Array, heads_axis_is_grouped: bool) -> Array:
-        """``[B, T, heads, ...]`` to ``[R, b, K, (G,) T, ...]``."""
-        batch, length, heads = x.shape[:3]
-        group = (heads // self.kv_heads,) if heads_axis_is_grouped else ()
-        x = x.reshape(self.rows, batch // self.rows, length, self.kv_heads, *group, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 3 + len(group))
-
-    def heads(self, x: Array, heads_axis_is_grouped: bool) -> Array:
-        """Undo `tokens`."""
-        x = jnp.moveaxis(x, 3 + heads_axis_is_grouped, 2)
-        rest = x.shape[4 + heads_axis_is_grouped :]
-        return x.reshape(x.shape[0] * x.shape[1], x.shape[2], -1, *rest)
-
-
-class _Ring(NamedTuple):
-    """One call in the kernel's layout."""
-
-    spec: RingSpec
-    inputs: Inputs
-    layout: _Layout
-    query: Array  # [R, b, K, G, T, H]
-    query_tokens: Tokens  # [R, T]
-    block: _Block  # [R, b, K, S, H+Hv] and [R, S]
-    size: int
-
-    def hop(self, tree):
-        """Every device sends to its right neighbor: one full cycle, the same on all devices."""
-        if self.size == 1:
-            return tree
-        pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
-        return lax.ppermute(tree, self.spec.axis_name, pairs)
-
-    def key_tokens(self, tokens: Tokens, step: Array | int) -> Tokens:
-        """Tokens of the block that is here at ``step``, with positions even where none travel."""
-        if self.spec.is_causal and tokens.positions is None:
-            source = (self.inputs.rank - step) % self.size
-            tokens = tokens._replace(positions=self.default_positions(source, self.inputs.key.shape[1]))
-        return tokens
-
-    def default_positions(self, shard: Array, length: int) -> Array:
-        positions = layouts.shard_positions(self.spec.layout or "contiguous", shard, length, self.size)
-        return jnp.broadcast_to(positions, (self.layout.rows, length))
-
-    def kernel_options(self) -> dict[str, Any]:
-        lengths = self.inputs.query.shape[1], self.inputs.key.shape[1]
-        chunks = (layouts.chunk_length(self.spec.layout, n, self.size) for n in lengths)
-        side_by_side = self.query.shape[1] * self.inputs.query.shape[2]
-        tiles = tuple(xla.tile_size(n, chunk, side_by_side) for n, chunk in zip(lengths, chunks, strict=True))
-        return {"scale": self.spec.scale, "is_causal": self.spec.is_causal, "tiles": tiles}
-
-
-def _open(spec: RingSpec, inputs: Inputs) -> _Ring:
-    """Bring the caller's arrays into the kernel's layout; padding is zeroed so that nothing in it can matter."""
-    token_arrays = jax.tree.leaves((inputs.query_tokens, inputs.key_tokens))
-    layout = _Layout(max([1, *(x.shape[0] for x in token_arrays)]), inputs.key.shape[2])
-    query_tokens, key_tokens = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (layout.rows, x.shape[1])), (inputs.query_tokens, inputs.key_tokens)
+    bias = problem.pairs.bias
+    acc = Gradients(
+        zeros(problem, problem.queries.query.shape),
+        zeros(problem, (0,)),
+        None if bias is None else zeros(problem, bias.shape),
+        zero_args(problem),
     )
+    plan, blocks = routes.reachable(grid, problem.reach), halves.split(problem.keys)
+    acc, home = travel.tour(grid, plan, schedule.two_directions, step, acc, blocks, schedule.gradient_dtype)
+    return acc._replace(keys=zeros(problem, problem.keys.kv.shape) if home is None else halves.join(home))
 
-    def zero_padding(x: Array, tokens: Tokens) -> Array:
-        if tokens.segment_ids is None:
+
+def _backward_with_queries(problem: Problem, cotangents: Cotangents) -> Gradients:
+    """The same with queries, cotangents and dQ on the road, keys and dK, dV at home."""
+    grid, place = problem.grid, problem.place.rank // problem.grid.ulysses
+    index = grid.index(problem.spec.layout, place, problem.lengths[1])
+    at_home = problem.keys._replace(tokens=problem.key_tokens(problem.keys.tokens, index))
+    sizes = problem.tile_sizes(problem.lengths[1])
+
+    def step(acc: Gradients, blocks: tuple, group: int, offsets: Array):
+        del group, offsets  # all that the mask needs travels
+        ((queries, moved),) = blocks
+        sums = acc._replace(query=zeros(problem, queries.query.shape))
+        sums = xla.backward_block(sums, queries, moved, at_home, problem.pairs, problem.spec.scores, sizes)
+        return sums._replace(query=acc.query), (sums.query,)
+
+    acc = Gradients(zeros(problem, (0,)), zeros(problem, problem.keys.kv.shape), None, zero_args(problem))
+    # Queries that are (a, b) on meet the keys that would have come from (-a, -b).
+    plan = routes.opposite(grid, routes.reachable(grid, problem.reach))
+    blocks = ((problem.queries, cotangents),)
+    acc, home = travel.tour(grid, plan, False, step, acc, blocks, problem.spec.schedule.gradient_dtype)
+    return acc._replace(query=zeros(problem, problem.queries.query.shape) if home is None else home[0])
+
+
+def zero_args(problem: Problem) -> tuple[Array, ...]:
+    """Accumulators for the gradients of the float score_args."""
+    return tuple(zeros(problem, jnp.shape(x)) for x in float_args(problem.pairs.score_args))
+
+
+def queries_travel(problem: Problem) -> bool:
+    """Whether the backward pass moves queries: when asked to, or when that sends fewer bytes a hop."""
+    schedule, pairs = problem.spec.schedule, problem.pairs
+    if schedule.rotate != "auto" or schedule.two_directions or pairs.bias is not None or pairs.mask is not None:
+        return schedule.rotate == "queries"
+    by_keys, by_queries = bytes_a_hop(problem)
+    return by_queries < by_keys
+
+
+def bytes_a_hop(problem: Problem) -> tuple[int, int]:
+    """What one hop of the backward pass sends with keys, and with queries, on the road; tokens left aside.
+
+    K, V in the dtype of the arrays and dK, dV in the gradient dtype, against Q, dO in theirs, lse and delta in float32
+    and dQ in the gradient dtype. (A hop of dropout's keys costs 8 bytes for each head and query more.)
+    """
+    query, kv = problem.queries.query, problem.keys.kv
+    wide = jnp.promote_types(query.dtype, jnp.float32).itemsize
+    sent = min(wide, jnp.dtype(problem.spec.schedule.gradient_dtype).itemsize)
+    rows = query.size // query.shape[-1]
+    a_row = query.dtype.itemsize * kv.shape[-1] + 2 * wide + sent * query.shape[-1]
+    a_row += 0 if problem.queries.words is None else 8
+    return kv.size * (kv.dtype.itemsize + sent), rows * a_row
+
+
+class _Halves:
+    """The keys of a place as blocks: all of them, or for two directions half of each chunk in either.
+
+    Halves of chunks, not of shards: under a causal mask both directions then have the same work at every step.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.count = 2 if problem.spec.schedule.two_directions else 1
+        self.keys = problem.lengths[1]
+        size, ulysses = problem.grid.num_devices, problem.grid.ulysses
+        self.chunks = self.keys // layouts.chunk_length(problem.spec.layout, self.keys // ulysses, size)
+        if self.keys % (self.count * self.chunks):
+            raise ValueError(
+                f"two_directions cuts each of the {self.chunks} runs of keys of a device in two, so {self.keys} keys "
+                f"a device must be a multiple of {2 * self.chunks}; pad the sequence or leave two_directions off"
+            )
+        self.tile_sizes = problem.tile_sizes(self.keys // self.count, self.count)
+
+    def take(self, x: Array, axis: int, half: int) -> Array:
+        """One half of the chunks of an axis of keys."""
+        if self.count == 1:
             return x
-        return jnp.where((tokens.segment_ids != 0)[..., None, None], x, jnp.zeros((), x.dtype))
+        axis %= x.ndim
+        cut = x.reshape(*x.shape[:axis], self.chunks, 2, -1, *x.shape[axis + 1 :])
+        part = cut[(slice(None),) * (axis + 1) + (half,)]
+        return part.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-    query = zero_padding(inputs.query, inputs.query_tokens)
-    kv = zero_padding(jnp.concatenate([inputs.key, inputs.value], -1), inputs.key_tokens)
-    block = layout.tokens(kv, False), key_tokens
-    ring = _Ring(
-        spec, inputs, layout, layout.tokens(query, True), query_tokens, block, manual.axis_size(spec.axis_name)
-    )
-    if spec.is_causal and query_tokens.positions is None:
-        positions = ring.default_positions(inputs.rank, inputs.query.shape[1])
-        ring = ring._replace(query_tokens=query_tokens._replace(positions=positions))
-    return ring
+    def split(self, keys: Keys) -> tuple[Keys, ...]:
+        tokens = keys.tokens
+        return tuple(
+            Keys(
+                self.take(keys.kv, 3, half),
+                type(tokens)(*(None if x is None else self.take(x, 1, half) for x in tokens)),
+            )
+            for half in range(self.count)
+        )
 
+    def join(self, home: tuple[Array, ...]) -> Array:
+        """Undo `split` for what came home, ``[R, b, K, S / count, H+Hv]`` each."""
+        if self.count == 1:
+            return home[0]
+        cut = [x.reshape(*x.shape[:3], self.chunks, 1, -1, x.shape[-1]) for x in home]
+        return jnp.concatenate(cut, 4).reshape(*home[0].shape[:3], -1, home[0].shape[-1])
 
-def forward(spec: RingSpec, inputs: Inputs) -> tuple[Array, Array, Array | None]:
-    """(out, lse, lost) of this device's queries over the keys of the whole ring.
+    def arrived(self, block: Keys, source: Array, half: int) -> Keys:
+        """The block with the tokens that did not travel."""
+        index = self.problem.grid.index(self.problem.spec.layout, source, self.keys)
+        return block._replace(tokens=self.problem.key_tokens(block.tokens, self.take(index, 0, half)))
 
-    out ``[B,T,N,Hv]`` and lse ``[B,T,N]``; lost is what rounding out to half precision took away, itself in half
-    precision, or None where out is not rounded. The backward pass wants the exact output: delta from the rounded one
-    makes the error of dq up to 2.4 times that of `jax.nn.dot_product_attention`.
-    """
-    ring = _open(spec, inputs)
-    dtype = jnp.promote_types(ring.query.dtype, jnp.float32)
-    kernel = ring.kernel_options()
+    def columns(self, x: Array | None, source: Array, half: int) -> Array | None:
+        """Columns of a pairwise array for the keys of a block."""
+        x = columns(x, source * self.keys, self.keys)
+        return x if x is None or x.shape[-1] == 1 else self.take(x, -1, half)
 
-    def attend(carry: xla.Carry, block: _Block, step: Array | int) -> xla.Carry:
-        kv, tokens = block
-        return xla.forward_block(carry, ring.query, kv, ring.query_tokens, ring.key_tokens(tokens, step), **kernel)
+    def put_columns(self, x: Array | None, part: Any, source: Array, half: int) -> Array | None:
+        """Undo `columns`."""
+        if x is None or x.shape[-1] == 1:
+            return part
+        if self.count == 2:
+            both = columns(x, source * self.keys, self.keys)
+            cut = both.reshape(*both.shape[:-1], self.chunks, 2, -1)
+            part = cut.at[..., half, :].set(part.reshape(*part.shape[:-1], self.chunks, -1)).reshape(both.shape)
+        return put_columns(x, part, source * self.keys, self.keys)
 
-    def ring_step(state, step):
-        carry, block = state
-        arriving = ring.hop(block)
-        return (attend(carry, block, step), arriving), None
-
-    shape = (*ring.query.shape[:-1], inputs.value.shape[-1])
-    carry = xla.Carry(
-        manual.full_like(shape, 0, dtype, ring.query),
-        manual.full_like(shape[:-1], xla.EMPTY, dtype, ring.query),
-        manual.full_like(shape[:-1], 0, dtype, ring.query),
-    )
-    (carry, block), _ = lax.scan(ring_step, (carry, ring.block), jnp.arange(ring.size - 1))
-    carry = attend(carry, block, ring.size - 1)
-    exact, lse = (ring.layout.heads(x, True) for x in softmax.normalize(carry.out, carry.maximum, carry.total))
-    out = exact.astype(inputs.query.dtype)
-    lost = None if out.dtype == exact.dtype else (exact - out.astype(dtype)).astype(out.dtype)
-    return out, lse, lost
-
-
-def backward(
-    spec: RingSpec, inputs: Inputs, out: Array, lse: Array, lost: Array | None, dout: Array, dlse: Array
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in the dtypes of q, k, v.
-
-    Step 0 works on the device's own keys: their part of dK and dV stays here. From step 1 on, what a step has added
-    travels one hop behind the step that adds to it next, and after the last step it is home: N - 1 hops of K and V,
-    N - 1 of dK and dV, none of which waits for compute except the last.
-    """
-    ring = _open(spec, inputs)
-    dtype = jnp.promote_types(ring.query.dtype, jnp.float32)
-    kernel = ring.kernel_options()
-    seen = lse > -jnp.inf
-    dout = jnp.where(seen[..., None], dout, jnp.zeros((), dout.dtype))
-    exact = out if lost is None else out.astype(dtype) + lost.astype(dtype)
-    delta = jnp.sum(dout.astype(dtype) * exact, -1) - jnp.where(seen, dlse, 0)
-    stats = (ring.layout.tokens(x, True) for x in (dout, jnp.where(seen, lse, 0), delta))
-    fixed = (ring.query, *stats)
-
-    def attend(dq: Array, block: _Block, step: Array | int) -> tuple[Array, Array]:
-        (query, dout_, lse_, delta_), (kv, tokens) = fixed, block
-        tokens = ring.key_tokens(tokens, step)
-        return xla.backward_block(dq, query, kv, dout_, lse_, delta_, ring.query_tokens, tokens, **kernel)
-
-    def send_keys(state, step):
-        dq, block = state
-        arriving = ring.hop(block)
-        dq, dkv = attend(dq, block, step)
-        return (dq, arriving), dkv
-
-    def send_both(state, step):
-        dq, block, pending = state
-        arriving, pending = ring.hop((block, pending))
-        dq, dkv = attend(dq, block, step)
-        return (dq, arriving, pending + dkv), None
-
-    dq, block = manual.full_like(ring.query.shape, 0, dtype, ring.query), ring.block
-    if ring.size == 1:
-        dq, home = attend(dq, block, 0)
-    else:
-        # Steps 0 and 1 send keys alone, steps 2 to N - 2 both, step N - 1 gradients alone.
-        (dq, block), own = lax.scan(send_keys, (dq, block), jnp.arange(min(2, ring.size - 1)))
-        arriving: Array | float = 0.0
-        if ring.size > 2:
-            (dq, block, pending), _ = lax.scan(send_both, (dq, block, own[1]), jnp.arange(2, ring.size - 1))
-            arriving = ring.hop(pending)
-        dq, dkv = attend(dq, block, ring.size - 1)
-        home = own[0] + ring.hop(arriving + dkv)
-    dq = ring.layout.heads(dq, True).astype(inputs.query.dtype)
-    dk, dv = jnp.split(ring.layout.heads(home, False).astype(inputs.key.dtype), [inputs.key.shape[-1]], axis=-1)
-    return dq, dk, dv
+    def pairs(self, pairs: Pairs, source: Array, half: int) -> Pairs:
+        bias, mask = (self.columns(x, source, half) for x in (pairs.bias, pairs.mask))
+        return pairs._replace(bias=bias, mask=mask)

@@ -49,6 +49,12 @@ def merge(
 
 def normalize(out: Array, maximum: Array, total: Array) -> tuple[Array, Array]:
     """(out, lse) from the unnormalized sum, running maximum and running total of a finished online softmax."""
-    seen = total > 0
+    seen = total != 0  # a total that is NaN was seen
     total = jnp.where(seen, total, 1)
     return jnp.where(seen[..., None], out / total[..., None], 0), jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
+
+
+def lost_by_rounding(lse: Array, maximum: Array, total: Array) -> Array:
+    """What lse = maximum + log(total) lost: all of the logarithm, where a score is of the size of 1e8."""
+    seen = total != 0
+    return jnp.where(seen, (maximum - jnp.where(seen, lse, 0)) + jnp.log(jnp.where(seen, total, 1)), 0)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import documents
-from hlo import collectives
 from jax import P
 from jaxtyping import config as jaxtyping_config
 
 import ring_jax
 from ring_jax import layouts, masks, ring
+from ring_jax.inspection import inspect
 from ring_jax.kernels import xla
 from ring_jax.masks import Tokens
 
@@ -62,31 +62,31 @@ def compile_ring(
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_forward_hops(size: int, dtype: str):
     local = 16
-    found = collectives(compile_ring(size, local, dtype=dtype, backward=False).as_text())
+    found = inspect(compile_ring(size, local, dtype=dtype, backward=False)).collectives
     assert {x.kind for x in found} <= {"collective-permute"}, "no all-gather of K or V, no other collective"
     assert not any(x.conditional for x in found)
     assert sum(x.runs for x in found) == size - 1
     # A CPU computes bfloat16 in float32 and may move it so: what counts is the number of elements.
     itemsize = 4 if found and found[0].dtype == "f32" else jnp.dtype(dtype).itemsize
-    assert {x.num_bytes for x in found} <= {2 * itemsize * BATCH * KV_HEADS * HEAD_DIM * local}
+    assert {x.bytes for x in found} <= {2 * itemsize * BATCH * KV_HEADS * HEAD_DIM * local}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_backward_hops(size: int):
     local = 16
-    found = collectives(compile_ring(size, local, backward=True).as_text())
+    found = inspect(compile_ring(size, local, backward=True)).collectives
     assert {x.kind for x in found} <= {"collective-permute"}
     assert not any(x.conditional for x in found)
     # N - 1 hops of K and V and N - 1 of dK and dV: the part of the own block stays at home.
     block = 2 * 4 * BATCH * KV_HEADS * HEAD_DIM * local
-    assert sum(x.runs * x.num_bytes for x in found) == 2 * (size - 1) * block
-    assert {x.num_bytes for x in found} <= {block, 2 * block}
+    assert sum(x.runs * x.bytes for x in found) == 2 * (size - 1) * block
+    assert {x.bytes for x in found} <= {block, 2 * block}
 
 
 def test_ids_and_positions_travel_with_the_keys():
-    found = collectives(compile_ring(4, 16, backward=False, packed=True).as_text())
+    found = inspect(compile_ring(4, 16, backward=False, packed=True)).collectives
     assert {x.kind for x in found} == {"collective-permute"}
-    sent = sum(x.runs * x.num_bytes for x in found if x.dtype == "s32")
+    sent = sum(x.runs * x.bytes for x in found if x.dtype == "s32")
     assert sent == 3 * 2 * 4 * BATCH * 16
 
 

@@ -33,7 +33,17 @@ def test_own_model_example(monkeypatch):
     assert losses[-1] < 0.1 * losses[0]
 
 
-@pytest.mark.parametrize("name", ["attention", "layouts", "mesh", "options", "reference", "ring", "softmax"])
+def test_migration_guide(monkeypatch):
+    """Its blocks are one program; it checks itself."""
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # the suite has made its devices already
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.S)
+    assert len(blocks) >= 6
+    exec("\n".join(blocks), {"__name__": "migrating"})
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "compat", "flax", "layouts", "mesh", "options", "reference", "ring", "softmax"]
+)
 def test_docstrings(name: str):
     module = importlib.import_module(f"ring_jax.{name}")
     finder = doctest.DocTestFinder()

@@ -1,0 +1,227 @@
+"""One call as every strategy sees it: what is static, the caller's arrays, and both in the kernel's layout.
+
+`Spec` holds what is known when the call is traced, `Inputs` the caller's arrays, local to a device. `open_problem`
+brings them into the kernel's layout: rows of masks, heads grouped by key/value head, keys and values side by side.
+
+Nothing hidden can do harm: padding is zeroed; a key with a non-finite entry gets value 0 and key NaN, so that a query
+that sees it becomes NaN, and one that does not (its score is replaced by the mask) never meets it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ring_jax import dropout, layouts, manual
+from ring_jax.kernels import tiles
+from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
+from ring_jax.masks import Tokens
+from ring_jax.options import Schedule
+from ring_jax.routes import Grid, Reach
+
+
+class Spec(NamedTuple):
+    """What is known when the call is traced."""
+
+    axis_name: str
+    strategy: str
+    scores: Scores
+    layout: str | None
+    num_heads: tuple[int, int]  # query and key/value heads on one device, before any exchange
+    return_lse: bool = True
+    schedule: Schedule = Schedule()
+    default_positions: bool = True  # no positions were given: they are the indices in natural order
+    promised: bool = True  # differences of positions are those of the layout's indices
+    real_lengths: tuple[int, int] | None = None  # of the whole sequence, where padding was added behind it
+
+    @property
+    def keeps_lost(self) -> bool:
+        """Scores may be so large that the log-sum-exp loses the logarithm."""
+        return self.scores.score_fn is not None
+
+
+class Place(NamedTuple):
+    """Where this device's shards lie: its number on the sequence axis, its first batch row and first query head."""
+
+    rank: Array
+    first_row: Array
+    first_head: Array
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, local to a device. Those up to ``score_args`` have gradients."""
+
+    query: Array  # [B, T, N, H]
+    key: Array  # [B, S, K, H]
+    value: Array  # [B, S, K, Hv]
+    bias: Array | None  # [B, N, T, S of all devices], each 1 where it is the same for all
+    sinks: Array | None  # [N]
+    score_args: tuple[Any, ...]
+    mask: Array | None  # as bias
+    query_tokens: Tokens
+    key_tokens: Tokens
+    query_lengths: Array | None  # [B]
+    key_lengths: Array | None  # [B]
+    seed: Array | None  # [2]
+    place: Place
+
+
+class HeadLayout(NamedTuple):
+    """Sizes of the kernel's axes: R rows of masks, b batch rows for each, K key/value heads, G queries for each."""
+
+    rows: int
+    kv_heads: int
+
+    def tokens(self, x: Array, heads_axis_is_grouped: bool) -> Array:
+        """``[B, T, heads, ...]`` to ``[R, b, K, (G,) T, ...]``."""
+        batch, length, heads = x.shape[:3]
+        group = (heads // self.kv_heads,) if heads_axis_is_grouped else ()
+        x = x.reshape(self.rows, batch // self.rows, length, self.kv_heads, *group, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 3 + len(group))
+
+    def heads(self, x: Array, heads_axis_is_grouped: bool) -> Array:
+        """Undo `tokens`."""
+        x = jnp.moveaxis(x, 3 + heads_axis_is_grouped, 2)
+        rest = x.shape[4 + heads_axis_is_grouped :]
+        return x.reshape(x.shape[0] * x.shape[1], x.shape[2], -1, *rest)
+
+    def pairwise(self, x: Array | None) -> Array | None:
+        """``[B, N, T, S]`` to ``[R, b, K, G, T, S]``, axes of size 1 kept."""
+        if x is None:
+            return None
+        rows = (self.rows, x.shape[0] // self.rows) if x.shape[0] > 1 else (1, 1)
+        heads = (self.kv_heads, x.shape[1] // self.kv_heads) if x.shape[1] > 1 else (1, 1)
+        return x.reshape(*rows, *heads, *x.shape[2:])
+
+
+class Problem(NamedTuple):
+    """One call in the kernel's layout."""
+
+    spec: Spec
+    grid: Grid
+    place: Place
+    layout: HeadLayout
+    queries: Queries
+    keys: Keys  # of this place; what can be derived from the source place does not travel
+    pairs: Pairs  # all keys' columns
+    key_lengths: Array | None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.queries.query.shape[4], self.keys.kv.shape[3]
+
+    @property
+    def reach(self) -> Reach:
+        spec = self.spec
+        return Reach(spec.layout, spec.scores.rules, self.lengths, spec.default_positions, spec.promised)
+
+    def key_tokens(self, given: Tokens, index: Array) -> Tokens:
+        """Tokens of a block whose tokens have these indices, with what did not travel derived from them."""
+        return complete(self.spec, given, index, 1, self.key_lengths, self.layout.rows)
+
+    def tile_sizes(self, num_keys: int, halves: int = 1) -> tuple[int, int]:
+        """For a block of ``num_keys`` keys, whose chunks were cut in ``halves``."""
+        length, size = self.lengths[0], self.grid.num_devices
+        chunk = layouts.chunk_length(self.spec.layout, length // self.grid.ulysses, size)
+        key_chunk = layouts.chunk_length(self.spec.layout, self.lengths[1] // self.grid.ulysses, size) // halves
+        side_by_side = self.queries.query.shape[1] * self.queries.query.shape[2] * self.queries.query.shape[3]
+        query_tile = tiles.tile_size(length, chunk, side_by_side)
+        return query_tile, tiles.tile_size(num_keys, min(key_chunk, num_keys), side_by_side)
+
+
+def complete(spec: Spec, given: Tokens, index: Array, side: int, counts: Array | None, rows: int) -> Tokens:
+    """Positions where a rule reads them and none are given; segment ids where lengths make padding."""
+    positions = given.positions
+    if positions is None and spec.scores.read_positions:
+        positions = jnp.broadcast_to(index, (rows, len(index)))
+    segments = given.segment_ids
+    if segments is None and (counts is not None or spec.real_lengths is not None):
+        segments = jnp.broadcast_to(_is_real(spec, index, side, counts), (rows, len(index))).astype(jnp.int32)
+    return Tokens(positions, segments)
+
+
+def _is_real(spec: Spec, index: Array, side: int, counts: Array | None) -> Array:
+    """False for padding behind the sequence, ``[1 or B, n]``."""
+    real = jnp.ones((1, len(index)), bool)
+    if spec.real_lengths is not None:
+        real &= index < spec.real_lengths[side]
+    return real if counts is None else real & (index < counts[:, None])
+
+
+def open_problem(spec: Spec, grid: Grid, inputs: Inputs) -> Problem:
+    """Bring the caller's arrays into the kernel's layout."""
+    batch, kv_heads = inputs.key.shape[0], inputs.key.shape[2]
+    rows = max([1, *(x.shape[0] for x in jax.tree.leaves((inputs[7:11])))])
+    layout = HeadLayout(rows, kv_heads)
+    counts = inputs.query_lengths, inputs.key_lengths
+    if any(x is not None for x in counts):  # both sides need segment ids then
+        counts = tuple(jnp.full((batch,), jnp.iinfo(jnp.int32).max) if x is None else x for x in counts)
+    sides = []
+    for side, (given, x, count) in enumerate(
+        zip((inputs.query_tokens, inputs.key_tokens), (inputs.query, inputs.key), counts, strict=True)
+    ):
+        index = grid.index(spec.layout, inputs.place.rank // grid.ulysses, x.shape[1])
+        given = jax.tree.map(lambda y, n=x.shape[1]: jnp.broadcast_to(y, (rows, n)), given)
+        if given.segment_ids is not None:
+            real = _is_real(spec, index, side, count)
+            given = given._replace(segment_ids=jnp.where(real, given.segment_ids, 0))
+        sides.append((given, complete(spec, given, index, side, count, rows)))
+    (_, query_tokens), (given_keys, key_tokens) = sides
+    query = _zero_padding(inputs.query, query_tokens)
+    key, value = _poison(_zero_padding(inputs.key, key_tokens), _zero_padding(inputs.value, key_tokens))
+    kv = layout.tokens(jnp.concatenate([key, value], -1), False)
+    queries = Queries(layout.tokens(query, True), query_tokens, _words(layout, inputs, query_tokens, sides[0][0]))
+    num_heads = inputs.query.shape[2]
+    heads = inputs.place.first_head + jnp.arange(num_heads, dtype=jnp.int32).reshape(kv_heads, -1)
+    pairs = Pairs(layout.pairwise(inputs.bias), layout.pairwise(inputs.mask), heads, inputs.score_args)
+    return Problem(spec, grid, inputs.place, layout, queries, Keys(kv, given_keys), pairs, counts[1])
+
+
+def _zero_padding(x: Array, tokens: Tokens) -> Array:
+    if tokens.segment_ids is None:
+        return x
+    return jnp.where((tokens.segment_ids != 0)[..., None, None], x, jnp.zeros((), x.dtype))
+
+
+def _poison(key: Array, value: Array) -> tuple[Array, Array]:
+    """A key or value that is not finite: value 0, key NaN. A NaN in the value would reach rows that do not see it."""
+    good = jnp.isfinite(key).all(-1, keepdims=True) & jnp.isfinite(value).all(-1, keepdims=True)
+    return jnp.where(good, key, jnp.nan), jnp.where(good, value, 0)
+
+
+def _words(layout: HeadLayout, inputs: Inputs, tokens: Tokens, given: Tokens) -> Array | None:
+    """The keys of dropout, one for each row, head and query: ``[R, b, K, G, T, 2]``.
+
+    Segment ids that only mark padding behind the sequence do not enter: how much there is depends on the mesh.
+    """
+    if inputs.seed is None:
+        return None
+    batch, _, num_heads, _ = inputs.query.shape
+    rows = inputs.place.first_row + jnp.arange(batch)
+    heads = inputs.place.first_head + jnp.arange(num_heads)
+    if given.segment_ids is None and inputs.query_lengths is None and inputs.key_lengths is None:
+        tokens = tokens._replace(segment_ids=None)
+    tokens = jax.tree.map(lambda x: jnp.repeat(x, batch // len(x), axis=0), tokens)
+    words = dropout.query_words(inputs.seed, rows, heads, tokens.positions, tokens.segment_ids)
+    return layout.tokens(jnp.swapaxes(words, 1, 2), True)
+
+
+def columns(x: Array | None, first: Array, count: int) -> Array | None:
+    """Columns of a pairwise array that belong to ``count`` keys from ``first``; all where it has one for all."""
+    if x is None or x.shape[-1] == 1 or x.shape[-1] == count:
+        return x
+    return lax.dynamic_slice_in_dim(x, first, count, axis=-1)
+
+
+def put_columns(x: Array | None, part: Array | None, first: Array, count: int) -> Array | None:
+    """Undo `columns`."""
+    if x is None or part is None or x.shape[-1] == 1 or x.shape[-1] == count:
+        return part
+    return lax.dynamic_update_slice_in_dim(x, part, first, axis=-1)
+
+
+def zeros(problem: Problem, shape: tuple[int, ...]) -> Array:
+    """An accumulator: float32 at least, varying over the mesh like the query."""
+    dtype = jnp.promote_types(problem.queries.query.dtype, jnp.float32)
+    return manual.full_like(shape, 0, dtype, problem.queries.query)

@@ -1,0 +1,246 @@
+"""Attention inside ``shard_map``: each device passes its shard of the sequence and gets its shard of the result."""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float
+
+from ring_jax import core, dropout, layouts, manual, options
+from ring_jax.kernels.tiles import Scores
+from ring_jax.masks import Rules, Tokens
+from ring_jax.options import Schedule, TokenIds
+from ring_jax.problem import Inputs, Place, Spec
+
+type Result = Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]
+
+
+def ring_attention(
+    query: Float[Array | np.ndarray, "B T N H"],
+    key: Float[Array | np.ndarray, "B S K H"],
+    value: Float[Array | np.ndarray, "B S K Hv"],
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Any = None,
+    chunk_size: int | None = None,
+    segment_ids: TokenIds = None,
+    positions: TokenIds = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    mask_fn: Any = None,
+    score_fn: Any = None,
+    score_args: Any = (),
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
+    layout: str | None = "contiguous",
+    implementation: str | None = None,
+    schedule: Schedule | None = None,
+    return_residual: bool = False,
+    axis_name: str = "sequence",
+    batch_axis: Any = "data",
+    head_axis: Any = "tensor",
+) -> Result:
+    """Attend exactly over a sequence that is sharded over a mesh axis; call it inside `jax.shard_map`.
+
+        out[t] = sum_j exp(scale * q[t] . k[j] - lse[t]) v[j],   over all visible keys j of the whole axis
+
+    Keys and values travel round the axis with ``lax.ppermute``, queries stay.
+
+    Args:
+      query: this device's shard ``[B, T, N, H]``, float16, bfloat16, float32 or float64.
+      key: ``[B, S, K, H]``; N must be a multiple of K. Key/value heads are never expanded.
+      value: ``[B, S, K, Hv]``.
+      bias, mask: this device's queries, all keys: ``[B, N, T, S of the whole axis]``, each axis 1 where it is the same
+        for all; keys in the order of the sharded array.
+      sinks: ``[N]``, this device's heads. query_seq_lengths, key_value_seq_lengths: ``[B]``, of the whole sequence.
+      segment_ids, positions: int shards ``[B, S]`` or ``[S]``, or a pair (query's, keys').
+      scale, is_causal, local_window_size, chunk_size, logits_soft_cap, mask_fn, score_fn, score_args, dropout_rate,
+        dropout_seed, layout, implementation, schedule, return_residual: as in `dot_product_attention`.
+      axis_name: the mesh axis that the sequence is sharded over.
+      batch_axis, head_axis: the axes that batch rows and heads are sharded over, where they are: they tell
+        ``score_fn`` and dropout the numbers of this device's heads and rows in the whole model.
+
+    Returns:
+      out ``[B, T, N, Hv]`` in the query's dtype, or ``(out, lse)`` with lse ``[B, T, N]`` in float32 (float64 for
+      float64 inputs). Both are differentiable. A query that sees nothing gives 0 and lse -inf. Scores, softmax
+      statistics and the accumulators of out, dq, dk and dv are float32.
+
+    Raises:
+      ValueError, TypeError: shapes, dtypes, names or values that do not fit; before any device work.
+      NotImplementedError: a combination that is not verified, see `ring_jax.supports`.
+
+    Example:
+      >>> from functools import partial
+      >>> mesh = ring_jax.make_mesh(devices=jax.devices()[:1])
+      >>> spec = jax.P(None, "sequence")
+      >>> attend = jax.shard_map(partial(ring_attention, is_causal=True), mesh=mesh, in_specs=spec, out_specs=spec)
+      >>> x = jnp.ones((1, 4, 2, 8))
+      >>> attend(x, x, x).shape
+      (1, 4, 2, 8)
+
+    Reference:
+      Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3; the backward pass from the
+      global lse: Dao, FlashAttention-2, arXiv:2307.08691, section 3.1.2.
+    """
+    return attend("ring", dict(locals()))
+
+
+def all_gather_attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **keywords: Any) -> Result:
+    """Attend as `ring_attention` does, by gathering keys and values of the whole axis once.
+
+    The same arguments, results and errors; dK and dV are summed by a reduce-scatter. It holds K and V of the whole
+    sequence, and its transfer hides behind nothing in the call: for short sequences, many query heads for each
+    key/value head, and masks that leave a ring uneven.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 2, 8))
+      >>> all_gather_attention(x, x, x, is_causal=True).shape  # outside of shard_map: one device
+      (1, 4, 2, 8)
+
+    Reference:
+      The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2.
+    """
+    return attend("all_gather", _complete(dict(locals()) | keywords))
+
+
+def ulysses_attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **keywords: Any) -> Result:
+    """Attend as `ring_attention` does, by exchanging heads for sequence before and after.
+
+    The same arguments, results and errors; N must be a multiple of the axis. Fewer key/value heads than devices are
+    sent to each device that has a query head of theirs.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 2, 8))
+      >>> ulysses_attention(x, x, x, is_causal=True).shape  # outside of shard_map: one device
+      (1, 4, 2, 8)
+
+    Reference:
+      Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
+    """
+    return attend("ulysses", _complete(dict(locals()) | keywords))
+
+
+def usp_attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **keywords: Any) -> Result:
+    """Attend as `ring_attention` does, with Ulysses among neighbors and a ring between such groups.
+
+    The same arguments, results and errors; ``schedule.ulysses_size`` sets the size of a group.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 2, 8))
+      >>> usp_attention(x, x, x, is_causal=True).shape  # outside of shard_map: one device
+      (1, 4, 2, 8)
+
+    Reference:
+      Fang and Zhao, USP: a unified sequence parallelism approach, arXiv:2405.07719, section 3.
+    """
+    return attend("usp", _complete(dict(locals()) | keywords))
+
+
+_PARAMETERS = inspect.signature(ring_attention).parameters.values()
+_DEFAULTS = {p.name: p.default for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY}
+
+
+def _complete(keywords: dict[str, Any]) -> dict[str, Any]:
+    """All keywords of `ring_attention`; TypeError for one that it has not."""
+    keywords.pop("keywords")
+    unknown = sorted(set(keywords) - set(_DEFAULTS) - {"query", "key", "value", "bias", "mask"})
+    if unknown:
+        raise TypeError(f"unknown keyword {unknown[0]!r}; it takes those of ring_attention: {', '.join(_DEFAULTS)}")
+    return _DEFAULTS | keywords
+
+
+def attend(strategy: str, keywords: dict[str, Any]) -> Any:
+    """One call inside ``shard_map``, all keywords of `ring_attention` given."""
+    placement = {name: keywords.pop(name) for name in ("axis_name", "batch_axis", "head_axis")}
+    arrays = [keywords.pop(name) for name in ("query", "key", "value")]
+    options.check(**keywords, strategy=strategy)
+    options.check_arrays(*arrays)
+    axis_name, (query, key, _) = placement["axis_name"], arrays
+    spec = make_spec(query, key, keywords, axis_name, strategy, (query.shape[2], key.shape[2]))
+    size = manual.axis_size(axis_name)
+    inputs = make_inputs(*arrays, keywords, size)
+    first_row = manual.first_index(placement["batch_axis"], inputs.query, query.shape[0])
+    first_head = manual.first_index(placement["head_axis"], inputs.query, query.shape[2])
+    inputs = inputs._replace(place=Place(manual.axis_index(axis_name), first_row, first_head))
+    check_local_lengths(inputs, spec, size)
+    # Positions are tied to the query: values that depend on positions alone would be computed once for a whole scan
+    # over layers and kept, one mask for every tile.
+    names = ("query", "query_tokens", "key_tokens", "query_lengths", "key_lengths", "seed", "place")
+    tied = lax.optimization_barrier({name: getattr(inputs, name) for name in names})
+    out, lse = core.attend(spec, manual.vary_alike(inputs._replace(**tied))[0])
+    return (out, lse) if keywords["return_residual"] else out
+
+
+def make_spec(
+    query: Any, key: Any, keywords: dict[str, Any], axis_name: str, strategy: str, num_heads: tuple[int, int]
+) -> Spec:
+    """The static part of a call whose keywords have been checked; ``num_heads`` are those of one device."""
+    scale, cap = keywords["scale"], keywords["logits_soft_cap"]
+    window, chunk_size = options.window_of(keywords["local_window_size"]), keywords["chunk_size"]
+    rules = Rules(bool(keywords["is_causal"]), window, None if chunk_size is None else int(chunk_size), keywords["mask_fn"])
+    scores = Scores(
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        None if cap is None else float(cap),
+        rules,
+        keywords["score_fn"],
+        float(keywords["dropout_rate"]),
+    )
+    positions = keywords["positions"]
+    one_order = not isinstance(positions, tuple) and query.shape[1] == key.shape[1]
+    return Spec(
+        axis_name,
+        strategy,
+        scores,
+        keywords["layout"],
+        num_heads,
+        bool(keywords["return_residual"]),
+        keywords["schedule"] or Schedule(),
+        default_positions=positions is None,
+        promised=positions is None or one_order,
+    )
+
+
+def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_shards: int) -> Inputs:
+    """The arrays of a call, checked, with positions dropped where no rule reads them.
+
+    ``num_shards`` is 1 where the arrays are those of the whole sequence.
+    """
+    batch, lengths, num_heads = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2]
+    positions = options.as_pair("positions", keywords["positions"], batch, lengths)
+    segments = options.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
+    reads = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn")
+    if not any(keywords[name] not in (None, False) for name in reads) and not keywords["dropout_rate"]:
+        positions = None, None
+    query_tokens, key_tokens = (Tokens(*pair) for pair in zip(positions, segments, strict=True))
+    shape = (batch, num_heads, lengths[0], lengths[1] * num_shards)
+    real = [
+        options.as_row(name, keywords[name], batch, jnp.integer)
+        for name in ("query_seq_lengths", "key_value_seq_lengths")
+    ]
+    zero = jnp.int32(0)
+    return Inputs(
+        *(jnp.asarray(x) for x in (query, key, value)),
+        options.as_pairwise("bias", keywords["bias"], shape),
+        options.as_row("sinks", keywords["sinks"], num_heads, jnp.floating),
+        tuple(jnp.asarray(x) for x in keywords["score_args"]),
+        options.as_pairwise("mask", keywords["mask"], shape),
+        query_tokens,
+        key_tokens,
+        *(None if x is None else x.astype(jnp.int32) for x in real),
+        dropout.as_words(keywords["dropout_seed"]) if keywords["dropout_rate"] else None,
+        Place(zero, zero, zero),
+    )
+
+
+def check_local_lengths(inputs: Inputs, spec: Spec, num_shards: int) -> None:
+    """Raise ValueError for a shard that zigzag cannot cut into its two chunks."""
+    if spec.layout == "zigzag" and num_shards > 1:
+        for name, x in (("query", inputs.query), ("key", inputs.key)):
+            layouts.check_length("zigzag", x.shape[1] * num_shards, num_shards, f"{name} length")

@@ -1,0 +1,98 @@
+"""Ulysses: devices exchange heads for sequence, attend to whole heads, and exchange back.
+
+    before  [B, T, N, H]: every head of this device's tokens        after  [B, u * T, N / u, H]: all tokens of some heads
+
+Key/value heads go where their query heads go. With fewer key/value heads than devices each is sent to all devices that
+have a query head of it, and nowhere else; it is never expanded to the number of query heads. The gradient of a head
+that was sent to several devices is the sum of what they send back.
+
+With ``grid.ulysses == 1`` every function is the identity. Inside a ring (USP) the devices of one place exchange.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ring_jax.problem import Inputs
+from ring_jax.routes import Grid
+
+
+def copies(grid: Grid, num_heads: int, num_kv_heads: int) -> int:
+    """To how many devices each key/value head is sent."""
+    group = num_heads // num_kv_heads
+    return group // math.gcd(num_heads // grid.ulysses, group)
+
+
+def _all_to_all(grid: Grid, x: Array, split: int, concat: int) -> Array:
+    if grid.ulysses == 1:
+        return x
+    groups = grid.members() if grid.num_places > 1 else None
+    return lax.all_to_all(x, grid.axis_name, split, concat, tiled=True, axis_index_groups=groups)
+
+
+def _all_gather(grid: Grid, x: Array, axis: int) -> Array:
+    groups = grid.members() if grid.num_places > 1 else None
+    return lax.all_gather(x, grid.axis_name, axis=axis, tiled=True, axis_index_groups=groups)
+
+
+def heads_for_sequence(grid: Grid, x: Array) -> Array:
+    """``[B, T, N, ...]`` to ``[B, u * T, N / u, ...]``."""
+    return _all_to_all(grid, x, 2, 1)
+
+
+def sequence_for_heads(grid: Grid, x: Array) -> Array:
+    """Undo `heads_for_sequence`, which is also its transpose."""
+    return _all_to_all(grid, x, 1, 2)
+
+
+def enter_arrays(grid: Grid, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """Query, key and value after the exchange; keys and values share a message."""
+    if grid.ulysses == 1:
+        return query, key, value
+    times = copies(grid, query.shape[2], key.shape[2])
+    kv = heads_for_sequence(grid, jnp.repeat(jnp.concatenate([key, value], -1), times, axis=2))
+    key, value = jnp.split(kv, [key.shape[-1]], axis=-1)
+    return heads_for_sequence(grid, query), key, value
+
+
+def leave_keys(grid: Grid, dkv: Array, times: int, dtype) -> Array:
+    """The gradient of keys and values back to where they came from, copies summed in the dtype of ``dkv``."""
+    if grid.ulysses == 1:
+        return dkv.astype(dtype)
+    dkv = sequence_for_heads(grid, dkv if times > 1 else dkv.astype(dtype))
+    batch, length, heads, size = dkv.shape
+    return dkv.reshape(batch, length, heads // times, times, size).sum(3).astype(dtype)
+
+
+def enter_tokens(grid: Grid, inputs: Inputs) -> Inputs:
+    """Everything besides query, key and value: tokens of the whole place, this device's heads of the rest."""
+    if grid.ulysses == 1:
+        return inputs
+    member = inputs.place.rank % grid.ulysses
+
+    def gather(tokens):
+        return jax.tree.map(lambda x: _all_gather(grid, x, 1), tokens)
+
+    mask = None if inputs.mask is None else enter_pairwise(grid, inputs.mask, member)
+    return inputs._replace(
+        bias=None if inputs.bias is None else enter_pairwise(grid, inputs.bias, member),
+        sinks=None if inputs.sinks is None else own_heads(grid, inputs.sinks, member, 0),
+        mask=mask,
+        query_tokens=gather(inputs.query_tokens),
+        key_tokens=gather(inputs.key_tokens),
+    )
+
+
+def own_heads(grid: Grid, x: Array, member: Array, axis: int) -> Array:
+    """This device's part of an array that holds all heads of the place."""
+    count = x.shape[axis] // grid.ulysses
+    return lax.dynamic_slice_in_dim(x, member * count, count, axis)
+
+
+def enter_pairwise(grid: Grid, x: Array, member: Array) -> Array:
+    """A bias or mask ``[B, N, T, S]``, its axes 1 where it is the same for all, for this device's heads of the place."""
+    if x.shape[1] == 1:
+        return x if x.shape[2] == 1 else _all_gather(grid, x, 2)
+    return own_heads(grid, x, member, 1) if x.shape[2] == 1 else _all_to_all(grid, x, 1, 2)
