@@ -52,7 +52,7 @@ def ringattention(
     positive and attention is causal (there it was dropped by a minimum), and has a gradient; key/value heads may be
     fewer than query heads; dropout drops weights after the softmax and divides the rest by 1 - attn_pdrop, as Flax does
     (there scores were dropped, the rest was normalized again); a query that sees nothing gives 0. Any local length
-    works. ``check_vma=True`` works.
+    works, and so does ``check_vma=True``. As there, rows and heads on other devices may draw alike under one key.
 
     Args:
       q, k, v: this device's shards, in the contiguous order.

@@ -105,7 +105,8 @@ class Problem(NamedTuple):
     queries: Queries
     keys: Keys  # of this place; what can be derived from the source place does not travel
     pairs: Pairs  # all keys' columns
-    key_lengths: Array | None
+    given_tokens: Tokens  # of the queries: what cannot be derived from their place
+    counts: tuple[Array | None, Array | None]  # sequence lengths of queries and keys, [B]
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -118,7 +119,11 @@ class Problem(NamedTuple):
 
     def key_tokens(self, given: Tokens, index: Array) -> Tokens:
         """Tokens of a block whose tokens have these indices, with what did not travel derived from them."""
-        return complete(self.spec, given, index, 1, self.key_lengths, self.layout.rows)
+        return complete(self.spec, given, index, 1, self.counts[1], self.layout.rows)
+
+    def query_tokens(self, given: Tokens, index: Array) -> Tokens:
+        """The same for queries."""
+        return complete(self.spec, given, index, 0, self.counts[0], self.layout.rows)
 
     def tile_sizes(self, num_keys: int, halves: int = 1) -> tuple[int, int]:
         """For a block of ``num_keys`` keys, whose chunks were cut in ``halves``."""
@@ -175,7 +180,7 @@ def open_problem(spec: Spec, grid: Grid, inputs: Inputs) -> Problem:
     num_heads = inputs.query.shape[2]
     heads = inputs.place.first_head + jnp.arange(num_heads, dtype=jnp.int32).reshape(kv_heads, -1)
     pairs = Pairs(layout.pairwise(inputs.bias), layout.pairwise(inputs.mask), heads, inputs.score_args)
-    return Problem(spec, grid, inputs.place, layout, queries, Keys(kv, given_keys), pairs, counts[1])
+    return Problem(spec, grid, inputs.place, layout, queries, Keys(kv, given_keys), pairs, sides[0][0], counts)
 
 
 def _zero_padding(x: Array, tokens: Tokens) -> Array:

@@ -83,8 +83,9 @@ def _backward_with_queries(problem: Problem, cotangents: Cotangents) -> Gradient
     sizes = problem.tile_sizes(problem.lengths[1])
 
     def step(acc: Gradients, blocks: tuple, group: int, offsets: Array):
-        del group, offsets  # all that the mask needs travels
         ((queries, moved),) = blocks
+        index = grid.index(problem.spec.layout, grid.source(problem.place.rank, group, offsets[0]), problem.lengths[0])
+        queries = queries._replace(tokens=problem.query_tokens(queries.tokens, index))
         sums = acc._replace(query=zeros(problem, queries.query.shape))
         sums = xla.backward_block(sums, queries, moved, at_home, problem.pairs, problem.spec.scores, sizes)
         return sums._replace(query=acc.query), (sums.query,)
@@ -92,7 +93,7 @@ def _backward_with_queries(problem: Problem, cotangents: Cotangents) -> Gradient
     acc = Gradients(zeros(problem, (0,)), zeros(problem, problem.keys.kv.shape), None, zero_args(problem))
     # Queries that are (a, b) on meet the keys that would have come from (-a, -b).
     plan = routes.opposite(grid, routes.reachable(grid, problem.reach))
-    blocks = ((problem.queries, cotangents),)
+    blocks = ((problem.queries._replace(tokens=problem.given_tokens), cotangents),)
     acc, home = travel.tour(grid, plan, False, step, acc, blocks, problem.spec.schedule.gradient_dtype)
     return acc._replace(query=zeros(problem, problem.queries.query.shape) if home is None else home[0])
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from attention_cases import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
 from jax import P
+from jax.sharding import Mesh
 
-import ring_jax
 from ring_jax import compat
 from ring_jax.compat import blockwise_feedforward, ringattention
 
@@ -36,15 +36,16 @@ BLOCKWISE = {
 def older_style(causal_block_size, *, check_vma=True, float32_logits=True, **changed):
     """The call as its README has it: sharded q, k, v; bias and segment ids whole on every device of the axis."""
     blockwise = BLOCKWISE | {"causal_block_size": causal_block_size} | changed
-    shard = P("data", "sequence", "tensor", None)
+    rows = ("dp", "fsdp")
+    shard = P(rows, "sp", "tp", None)
 
     def local(q, k, v, bias, segment_ids):
-        return ringattention(q, k, v, bias, segment_ids, None, "sequence", float32_logits, blockwise)
+        return ringattention(q, k, v, bias, segment_ids, None, "sp", float32_logits, blockwise)
 
     return jax.shard_map(
         local,
-        mesh=ring_jax.make_mesh(data=2, sequence=SHARDS),
-        in_specs=(shard, shard, shard, P("data", None, None, None), P("data", None)),
+        mesh=Mesh(np.array(jax.devices()[: 2 * SHARDS]).reshape(1, 2, 1, SHARDS), ("dp", "fsdp", "tp", "sp")),
+        in_specs=(shard, shard, shard, P(rows, None, None, None), P(rows, None)),
         out_specs=shard,
         check_vma=check_vma,
     )
@@ -106,7 +107,7 @@ def test_bias_is_added_and_has_a_gradient(block, packed: bool):
 
 @pytest.mark.parametrize("block", [None, 1, 4])
 def test_dropout(block):
-    """Once per key it changes the result, on average it does not; in blocks every pair has a draw of its own."""
+    """Each key changes the result; on average nothing does."""
     keys = jax.random.split(jax.random.key(0), 100)
 
     def call(key):
@@ -120,6 +121,18 @@ def test_dropout(block):
     assert error.max() < 6
     same = older_style(block, attn_pdrop=0.25, dropout_rng=keys[0])  # deterministic
     np.testing.assert_allclose(jax.jit(same)(QUERY, KEY, VALUE, None, None), want, atol=FORWARD_TOLERANCE)
+
+
+def test_dropout_draws_for_every_pair():
+    """In blocks too: with scores 0 and one-hot values, row t is 1/n/(1 - rate) on the keys that stay."""
+    one_hot = jnp.broadcast_to(jnp.eye(LENGTH)[:, None], (2, LENGTH, HEADS, LENGTH))
+    attend = older_style(4, deterministic=False, attn_pdrop=0.5, dropout_rng=jax.random.key(3))
+    out = np.asarray(jax.jit(attend)(0 * QUERY, 0 * KEY, one_hot, None, None))
+    np.testing.assert_allclose(np.unique(out[:, -4:]), [0, 2 / LENGTH], rtol=1e-6)
+    kept = out[:, -4:] > 0  # the last block of queries sees all keys
+    assert (kept != kept[:, :1]).any() and (kept != kept[:, :, :1]).any()
+    blocks = kept.reshape(*kept.shape[:3], -1, 4)
+    assert (blocks != blocks[..., :1]).any()
 
 
 def test_fewer_key_heads_and_dtypes():

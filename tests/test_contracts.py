@@ -1,6 +1,4 @@
 """What the compiled program does: hops, bytes, skipped tiles, memory. Exact on any machine.
-
-The backward pass is compiled apart from the forward, or XLA may merge their hops.
 """
 
 import functools
@@ -12,57 +10,20 @@ import pytest
 from attention_cases import documents
 from jax import P
 from jaxtyping import config as jaxtyping_config
+from programs import BATCH, HEAD_DIM, KV_HEADS, compile_call
 
 import ring_jax
-from ring_jax import layouts, masks, ring
+from ring_jax import layouts, masks
 from ring_jax.inspection import inspect
-from ring_jax.kernels import xla
-from ring_jax.masks import Tokens
-
-BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
-
-
-def compile_ring(
-    size: int, local: int, *, dtype="float32", backward: bool, heads=HEADS, packed: bool = False, batch=BATCH
-):
-    """The ring's forward or backward pass alone, causal zigzag, on ``size`` devices."""
-    mesh = ring_jax.make_mesh(sequence=size)
-    spec = P(None, "sequence")
-    keywords = {"is_causal": True, "layout": "zigzag"}
-
-    def arrays(heads):
-        return jax.ShapeDtypeStruct(
-            (batch, local * size, heads, HEAD_DIM), dtype, sharding=jax.NamedSharding(mesh, spec)
-        )
-
-    ids = jax.ShapeDtypeStruct((batch, local * size), "int32", sharding=jax.NamedSharding(mesh, spec))
-    query, key = arrays(heads), arrays(KV_HEADS)
-
-    def attend(query, key, value, ids):
-        given = {"segment_ids": ids, "positions": ids} if packed else {}
-        return ring_jax.ring_attention(query, key, value, **given, **keywords)
-
-    attend = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
-    if not backward:
-        return jax.jit(attend).lower(query, key, key, ids).compile()
-
-    def back(query, key, value, out, lse, dout):
-        inputs = ring.Inputs(query, key, value, Tokens(None, None), Tokens(None, None), jax.lax.axis_index("sequence"))
-        inputs = ring.Inputs(*ring.manual.vary_alike(*inputs))
-        return ring.backward(
-            ring.RingSpec("sequence", HEAD_DIM**-0.5, True, "zigzag"), inputs, out, lse, None, dout, jnp.zeros_like(lse)
-        )
-
-    lse = jax.ShapeDtypeStruct(query.shape[:-1], "float32", sharding=query.sharding)
-    back = jax.shard_map(back, mesh=mesh, in_specs=spec, out_specs=spec)
-    return jax.jit(back).lower(query, key, key, query, lse, query).compile()
-
+from ring_jax.kernels import tiles, xla
+from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
+from ring_jax.masks import Rules, Tokens
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_forward_hops(size: int, dtype: str):
     local = 16
-    found = inspect(compile_ring(size, local, dtype=dtype, backward=False)).collectives
+    found = inspect(compile_call(size, local, dtype=dtype, backward=False)).collectives
     assert {x.kind for x in found} <= {"collective-permute"}, "no all-gather of K or V, no other collective"
     assert not any(x.conditional for x in found)
     assert sum(x.runs for x in found) == size - 1
@@ -74,7 +35,7 @@ def test_forward_hops(size: int, dtype: str):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_backward_hops(size: int):
     local = 16
-    found = inspect(compile_ring(size, local, backward=True)).collectives
+    found = inspect(compile_call(size, local, backward=True)).collectives
     assert {x.kind for x in found} <= {"collective-permute"}
     assert not any(x.conditional for x in found)
     # N - 1 hops of K and V and N - 1 of dK and dV: the part of the own block stays at home.
@@ -84,7 +45,7 @@ def test_backward_hops(size: int):
 
 
 def test_ids_and_positions_travel_with_the_keys():
-    found = inspect(compile_ring(4, 16, backward=False, packed=True)).collectives
+    found = inspect(compile_call(4, 16, backward=False, packed=True)).collectives
     assert {x.kind for x in found} == {"collective-permute"}
     sent = sum(x.runs * x.bytes for x in found if x.dtype == "s32")
     assert sent == 3 * 2 * 4 * BATCH * 16
@@ -93,7 +54,7 @@ def test_ids_and_positions_travel_with_the_keys():
 def live_tiles(layout: str, size: int, length: int, tokens: dict[str, np.ndarray] | None = None) -> np.ndarray:
     """Score entries that each device computes, by the kernel's own tiles and skip predicate."""
     local = length // size
-    tile = xla.tile_size(local, layouts.chunk_length(layout, local, size))
+    tile = tiles.tile_size(local, layouts.chunk_length(layout, local, size))
     order = ring_jax.permutation(layout, length, size)
     positions = np.arange(length, dtype=np.int32) if tokens is None else tokens["positions"]
     segments = None if tokens is None else jnp.asarray(tokens["segment_ids"][order])[None]
@@ -102,7 +63,7 @@ def live_tiles(layout: str, size: int, length: int, tokens: dict[str, np.ndarray
     for device in range(size):
         mine = jax.tree.map(lambda x, i=device: x[:, i * local : (i + 1) * local], every)
         bounds = masks.tile_bounds(mine, local, tile), masks.tile_bounds(every, length, tile)
-        counts.append(int(masks.tile_live(*bounds, is_causal=True).sum()) * tile**2)
+        counts.append(int(masks.tile_live(*bounds, Rules(is_causal=True)).sum()) * tile**2)
     return np.array(counts)
 
 
@@ -124,7 +85,7 @@ def test_packed_work_is_skipped():
     segments = np.repeat(np.arange(1, 17, dtype=np.int32), length // 16)
     positions = np.tile(np.arange(length // 16, dtype=np.int32), 16)
     counts = live_tiles("contiguous", 4, length, {"segment_ids": segments, "positions": positions})
-    tile = xla.tile_size(length // 4, length // 4)
+    tile = tiles.tile_size(length // 4, length // 4)
     tiles_a_document = length // 16 // tile
     assert counts.sum() == 16 * tiles_a_document * (tiles_a_document + 1) // 2 * tile**2
 
@@ -138,32 +99,31 @@ def test_the_kernel_visits_exactly_the_live_tiles(kind: str, monkeypatch):
     if kind == "causal":
         tokens = Tokens(jnp.arange(length, dtype=jnp.int32)[None], None)
     bounds = masks.tile_bounds(tokens, length, tile)
-    live = int(masks.tile_live(bounds, bounds, is_causal=True).sum())
+    live = int(masks.tile_live(bounds, bounds, Rules(is_causal=True)).sum())
     assert 0 < live < (length // tile) ** 2
     visits = []
-    mask = xla._Tiling.mask
+    mask = tiles.Tile.mask
 
     def counted(*arguments):
         jax.debug.callback(lambda: visits.append(1))
         return mask(*arguments)
 
-    monkeypatch.setattr(xla._Tiling, "mask", counted)
-    x = jnp.ones((1, 1, 1, 1, length, 4))
-    kv = jnp.ones((1, 1, 1, length, 8))
-    keywords = {"scale": 1.0, "is_causal": True, "tiles": (tile, tile)}
-    zero = x[..., 0]
-    jax.block_until_ready(
-        xla.forward_block(xla.Carry(0 * x, zero + xla.EMPTY, 0 * zero), x, kv, tokens, tokens, **keywords)
-    )
+    monkeypatch.setattr(tiles.Tile, "mask", counted)
+    x, zero = jnp.ones((1, 1, 1, 1, length, 4)), jnp.zeros((1, 1, 1, 1, length))
+    queries, keys = Queries(x, tokens), Keys(jnp.ones((1, 1, 1, length, 8)), tokens)
+    scores, sizes = Scores(1.0, rules=Rules(is_causal=True)), (tile, tile)
+    carry = xla.Carry(0 * x, zero + xla.empty("float32"), zero)
+    jax.block_until_ready(xla.forward_block(carry, queries, keys, Pairs(), scores, sizes))
     jax.effects_barrier()
     assert len(visits) == live
-    jax.block_until_ready(xla.backward_block(0 * x, x, kv, x, zero, zero, tokens, tokens, **keywords))
+    sums, cotangents = xla.Gradients(0 * x, 0 * keys.kv, None, ()), xla.Cotangents(x, zero, zero, None)
+    jax.block_until_ready(xla.backward_block(sums, queries, cotangents, keys, Pairs(), scores, sizes))
     jax.effects_barrier()
     assert len(visits) == 2 * live
 
 
 def temporaries(size: int, local: int, backward: bool) -> int:
-    return compile_ring(size, local, backward=backward, heads=4, batch=1).memory_analysis().temp_size_in_bytes
+    return compile_call(size, local, backward=backward, heads=(4, 2), batch=1).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -72,7 +72,7 @@ def test_nnx_causal(causal: str):
     if causal == "always":
         got = run(lambda m, x: m(x), nnx_layer(attention_fn(is_causal=True, mesh=mesh())))
     else:
-        got = run(lambda m, x: m(x, is_causal=True), nnx_layer(attention_fn(mesh=mesh())))
+        got = run(lambda m, x: m(x, is_causal=True), nnx_layer(attention_fn(mesh=mesh(), strategy="ulysses")))
     assert_close(got, want)
 
 

@@ -45,21 +45,37 @@ def test_any_axis_and_jax_arrays(axis: int):
     np.testing.assert_array_equal(ring_jax.from_layout(moved, "zigzag", 2, axis=axis), x)
 
 
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize(("length", "shards"), [(1, 4), (13, 3), (15, 4), (1000, 8)])
+def test_lengths_that_divide_nothing(layout: str, length: int, shards: int):
+    """The order is that of the padded sequence without its padding, and slots say where each token belongs."""
+    order = ring_jax.permutation(layout, length, shards)
+    padded, slots = layouts.padded_slots(layout, length, shards)
+    assert padded % layouts.required_multiple(layout, shards) == 0 and padded - length < 2 * shards
+    full = ring_jax.permutation(layout, padded, shards)
+    np.testing.assert_array_equal(order, full[full < length])
+    np.testing.assert_array_equal(np.append(order, -1)[slots], np.where(full < length, full, -1))
+    x = np.arange(length)
+    np.testing.assert_array_equal(
+        ring_jax.from_layout(ring_jax.to_layout(x, layout, shards, axis=0), layout, shards, axis=0), x
+    )
+
+
 @pytest.mark.parametrize(
-    ("layout", "length", "shards", "message"),
+    ("layout", "length", "message"),
     [
-        (
-            "zigzag",
-            1000,
-            8,
-            r"seq_len=1000 must be a positive multiple of 16.*zigzag layout; pad to 1008 or use layout",
-        ),
-        ("striped", 10, 4, r"seq_len=10 must be a positive multiple of 4.*pad to 12"),
-        ("contiguous", 0, 4, r"seq_len=0 must be a positive multiple of 4"),
-        ("zigzag", 4, 4, r"pad to 8"),
-        ("zig-zag", 8, 2, r'did you mean "zigzag"'),
+        ("zigzag", 1000, r"seq_len=1000 must be a positive multiple of 16.*zigzag layout; pad to 1008 or use layout"),
+        ("striped", 12, r"seq_len=12 must be a positive multiple of 8.*pad to 16"),
+        ("contiguous", 0, r"seq_len=0 must be a positive multiple of 8"),
     ],
 )
-def test_lengths_and_names_that_do_not_fit(layout: str, length: int, shards: int, message: str):
+def test_lengths_that_cannot_be_cut_evenly(layout: str, length: int, message: str):
     with pytest.raises(ValueError, match=message):
-        ring_jax.permutation(layout, length, shards)
+        layouts.check_length(layout, length, 8)
+
+
+def test_no_tokens_and_unknown_names():
+    with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
+        ring_jax.permutation("contiguous", 0, 4)
+    with pytest.raises(ValueError, match='did you mean "zigzag"'):
+        ring_jax.permutation("zig-zag", 8, 2)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,27 +11,31 @@ import pytest
 from jaxtyping import config as jaxtyping_config
 
 import ring_jax
-from ring_jax import options
+from ring_jax import Schedule, options
 
 QUERY, KEY = jnp.ones((2, 8, 4, 6)), jnp.ones((2, 8, 2, 6))
 
-VALUES = {
-    "bias": jnp.zeros((1, 1, 8, 8)),
-    "mask": jnp.ones((1, 1, 8, 8), bool),
-    "query_seq_lengths": jnp.array([8, 8]),
-    "key_value_seq_lengths": jnp.array([8, 8]),
-    "local_window_size": (2, 0),
-    "chunk_size": 4,
-    "logits_soft_cap": 30.0,
-    "sinks": jnp.zeros(4),
-    "mask_fn": lambda *ids: True,
-    "score_fn": lambda scores, *ids: scores,
-    "score_args": (1.0,),
-    "dropout_rate": 0.1,
-    "dropout_seed": 3,
-    "strategy": "ulysses",
-    "implementation": "cudnn",
-}
+REFUSED = [
+    ({"implementation": "cudnn"}, "implementation=cudnn: this kernel is not built yet"),
+    ({"is_causal": True, "layout": None}, "is_causal=True, layout=None: an unnamed order says nothing; pass positions"),
+    ({"local_window_size": 3, "layout": None}, "local_window_size=3, layout=None.*pass positions"),
+    ({"chunk_size": 3, "layout": None}, "chunk_size=3, layout=None.*pass positions"),
+    ({"mask_fn": lambda *ids: True, "layout": None}, "mask_fn, layout=None.*pass positions"),
+    ({"score_fn": lambda s, *ids: s, "layout": None}, "score_fn, layout=None.*pass positions"),
+    ({"dropout_rate": 0.1, "dropout_seed": 0, "layout": None}, "dropout_rate=0.1, layout=None.*pass positions"),
+    ({"query_seq_lengths": jnp.array([8, 8]), "layout": None}, "query_seq_lengths, layout=None.*segment id 0"),
+    ({"key_value_seq_lengths": jnp.array([8, 8]), "layout": None}, "key_value_seq_lengths, layout=None.*segment id 0"),
+    ({"bias": jnp.zeros((1, 1, 8, 8)), "schedule": Schedule(rotate="queries")}, 'bias.*use rotate="keys" or "auto"'),
+    ({"mask": jnp.ones((8, 8), bool), "schedule": Schedule(rotate="queries")}, 'mask.*use rotate="keys" or "auto"'),
+    ({"schedule": Schedule(two_directions=True, rotate="queries")}, "two_directions splits the keys"),
+]
+BY_STRATEGY = [
+    ({"strategy": "all_gather", "schedule": Schedule(two_directions=True)}, 'two_directions is about a ring.*"usp"'),
+    ({"strategy": "ulysses", "schedule": Schedule(inner_size=2)}, 'inner_size is about a ring.*"usp"'),
+    ({"strategy": "all_gather", "schedule": Schedule(rotate="keys")}, 'rotate is about a ring.*"usp"'),
+    ({"strategy": "ring", "schedule": Schedule(ulysses_size=2)}, 'ulysses_size is about strategy="usp" alone'),
+    ({"strategy": "ulysses", "schedule": Schedule(gradient_dtype="bfloat16")}, "leave gradient_dtype alone"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -42,34 +47,44 @@ def _own_errors():
 
 
 @pytest.mark.parametrize("call", [ring_jax.dot_product_attention, ring_jax.ring_attention])
-@pytest.mark.parametrize("name", VALUES)
-def test_options_not_built_are_refused_by_name(name: str, call):
-    refusal = NotImplementedError
-    if name == "strategy" and call is ring_jax.ring_attention:
-        refusal = TypeError  # it is one strategy
-    with pytest.raises(refusal, match=name):
-        call(QUERY, KEY, KEY, **{name: VALUES[name]})
-    assert name in ring_jax.supports(**{name: VALUES[name]})
+@pytest.mark.parametrize(("keywords", "message"), REFUSED)
+def test_combinations_that_are_refused(keywords, message: str, call):
+    with pytest.raises(NotImplementedError, match=message):
+        call(QUERY, KEY, KEY, **keywords)
+    assert re.search(message, ring_jax.supports(**keywords))
 
 
-def test_every_keyword_is_built_or_refused():
+@pytest.mark.parametrize(("keywords", "message"), BY_STRATEGY)
+def test_combinations_with_a_strategy_that_are_refused(keywords, message: str):
+    with pytest.raises(NotImplementedError, match=message):
+        ring_jax.dot_product_attention(QUERY, KEY, KEY, **keywords)
+    assert re.search(message, ring_jax.supports(**keywords))
+
+
+def test_every_refusal_is_tested():
+    """A row of the table that no test reaches could refuse anything, or nothing."""
+    left = set(options.REFUSALS)
+    for keywords, _ in REFUSED + BY_STRATEGY:
+        every = {name: keywords.get(name, default) for name, (default, _) in options.OPTIONS.items()}
+        left -= {refusal for refusal in options.REFUSALS if refusal.applies(every)}
+    # The kinds of refusal that are made for several options alike are tested with one each above.
+    assert len(left) <= 1, left
+
+
+def test_every_keyword_is_in_the_table():
     """A keyword that no table knows would be silently ignored."""
     parameters = inspect.signature(ring_jax.dot_product_attention).parameters
-    built = {
-        "scale",
-        "is_causal",
-        "segment_ids",
-        "positions",
-        "strategy",
-        "layout",
-        "implementation",
-        "return_residual",
-    }
     placement = {"query", "key", "value", "mesh", "batch_axis", "head_axis", "sequence_axis"}
-    assert set(parameters) == set(options.NOT_BUILT) | built | placement
+    assert set(parameters) == set(options.OPTIONS) | placement
+    assert {name: parameters[name].default for name in options.OPTIONS} == {
+        name: default for name, (default, _) in options.OPTIONS.items()
+    }
     ring = set(inspect.signature(ring_jax.ring_attention).parameters)
-    assert set(parameters) - ring == {"strategy", "mesh", "batch_axis", "head_axis", "sequence_axis"}
+    assert set(parameters) - ring == {"strategy", "mesh", "sequence_axis"}
     assert ring - set(parameters) == {"axis_name"}
+    dense = set(inspect.signature(ring_jax.reference_attention).parameters)
+    how = {"strategy", "layout", "implementation", "schedule"}
+    assert set(options.OPTIONS) - how == dense - {"query", "key", "value"}
 
 
 def test_defaults_are_supported():
@@ -95,6 +110,20 @@ def test_unknown_keywords_raise(call):
         ({"segment_ids": jnp.ones((2, 7), int)}, r"segment_ids must have shape \[8\] or \[2, 8\].*got \(2, 7\)"),
         ({"positions": jnp.ones((3, 8), int)}, r"positions must have shape.*got \(3, 8\)"),
         ({"positions": (jnp.ones(8, int),) * 3}, "positions must be one array or a pair"),
+        ({"local_window_size": (-1, 0)}, r"local_window_size=\(-1, 0\) must not be negative; a side without a limit"),
+        ({"chunk_size": 0}, "chunk_size=0 must be at least 1; None means no limit"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap=0.0 must be positive and finite; None means no cap"),
+        ({"dropout_rate": 1.0, "dropout_seed": 0}, r"dropout_rate=1.0 must lie in \[0, 1\)"),
+        ({"dropout_rate": 0.1}, "dropout_rate=0.1 needs a dropout_seed"),
+        ({"score_args": (1.0,)}, "score_args are given, but no score_fn"),
+        ({"sinks": jnp.ones(3)}, r"sinks must have shape \[4\]; got \[3\]"),
+        ({"query_seq_lengths": jnp.ones(3, int)}, r"query_seq_lengths must have shape \[2\]"),
+        ({"bias": jnp.zeros((2, 3, 8, 8))}, r"bias must broadcast to .*\[2, 4, 8, 8\]; got \[2, 3, 8, 8\]"),
+        ({"mask": jnp.ones((9, 8), bool)}, r"mask must broadcast to .*\[2, 4, 8, 8\]; got \[9, 8\]"),
+        ({"schedule": Schedule(rotate="query")}, 'rotate=.*did you mean "queries"'),
+        ({"schedule": Schedule(gradient_dtype="bf16")}, 'gradient_dtype=.*did you mean "bfloat16"'),
+        ({"score_fn": lambda s, *ids: s[..., 0]}, "score_fn must return scores of the shape that it got"),
+        ({"mask_fn": lambda *ids: jnp.ones((3, 5, 7), bool)}, "mask_fn must return what broadcasts to"),
     ],
 )
 def test_bad_values(keywords, message):
@@ -108,6 +137,20 @@ def test_bad_values(keywords, message):
         ({"scale": jnp.float32(2)}, "scale must be a Python number.*learned temperature"),
         ({"is_causal": jnp.array(True)}, "is_causal must be a Python bool"),
         ({"segment_ids": jnp.ones((2, 8))}, "segment_ids must be integers; got float32"),
+        ({"local_window_size": jnp.int32(3)}, "local_window_size must be a Python int or a pair.*traced"),
+        ({"local_window_size": (1.0, 2)}, "local_window_size must be a Python int or a pair"),
+        ({"chunk_size": jnp.int32(3)}, "chunk_size must be a Python int, known when the function is traced"),
+        ({"logits_soft_cap": jnp.float32(3)}, "logits_soft_cap must be a Python number"),
+        ({"dropout_rate": jnp.float32(0.1)}, "dropout_rate must be a Python number"),
+        ({"dropout_rate": 0.1, "dropout_seed": 0.5}, "dropout_seed must be an integer"),
+        ({"mask": jnp.ones((8, 8))}, "mask must be boolean, True attends; got float32"),
+        ({"bias": jnp.ones((8, 8), bool)}, "bias must be floating point; got bool"),
+        ({"sinks": jnp.ones(4, int)}, "sinks must be floating point; got int32"),
+        ({"mask_fn": 3}, "mask_fn must be a function; got int"),
+        ({"score_fn": 3}, "score_fn must be a function; got int"),
+        ({"score_args": 3, "score_fn": lambda s, *ids: s}, "score_args must be a tuple of arrays; got int"),
+        ({"schedule": "fast"}, "schedule must be a ring_jax.Schedule; got str"),
+        ({"mask_fn": lambda *ids: 1.0}, "mask_fn must return booleans"),
     ],
 )
 def test_bad_types(keywords, message):
@@ -141,9 +184,6 @@ def test_bad_dtypes():
 @pytest.mark.parametrize(
     ("axes", "shape", "layout", "message"),
     [
-        ({"sequence": 4}, (2, 12, 4, 6), "zigzag", "query length=12 must be a positive multiple of 8.*pad to 16"),
-        ({"sequence": 4}, (2, 15, 4, 6), "contiguous", "multiple of 4.*pad to 16"),
-        ({"sequence": 4}, (2, 18, 4, 6), "striped", "multiple of 4.*pad to 20"),
         ({"data": 8}, (1, 16, 4, 6), "contiguous", "batch size 1 .*data of size 8.*sequence axis"),
         ({"tensor": 8}, (2, 16, 4, 6), "contiguous", "4 query heads .*tensor of size 8"),
         ({"tensor": 4}, (2, 16, 4, 6), "contiguous", "2 key/value heads .*tensor of size 4"),
@@ -172,9 +212,20 @@ def test_a_shard_that_zigzag_cannot_halve(length: int, is_causal: bool):
         jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(x, x, x)
 
 
-def test_causal_without_an_order():
-    with pytest.raises(NotImplementedError, match=r"layout=None.*needs positions"):
-        ring_jax.dot_product_attention(QUERY, KEY, KEY, is_causal=True, layout=None)
+@pytest.mark.parametrize(
+    ("size", "keywords", "message"),
+    [
+        (8, {"strategy": "ulysses"}, r'4 query heads .* 8 devices .* use strategy="ring" or "usp" with ulysses_size=4'),
+        (3, {"strategy": "ulysses"}, r'4 query heads .* 3 devices .* use strategy="ring"'),
+        (4, {"strategy": "usp", "schedule": Schedule(ulysses_size=3)}, r"ulysses_size=3 must divide .* \[1, 2, 4\]"),
+        (8, {"strategy": "usp", "schedule": Schedule(ulysses_size=8)}, "4 query heads .* 8 devices"),
+        (4, {"schedule": Schedule(inner_size=3)}, r"inner_size=3 must divide the 4 places .* \[1, 2, 4\]"),
+        (8, {"schedule": Schedule(two_directions=True)}, "1 keys a device must be a multiple of 2; pad"),
+    ],
+)
+def test_sizes_that_do_not_fit_a_strategy(size: int, keywords, message: str):
+    with pytest.raises(ValueError, match=message):
+        ring_jax.dot_product_attention(QUERY, KEY, KEY, mesh=ring_jax.make_mesh(sequence=size), **keywords)
 
 
 def test_one_axis_for_two_dimensions():
@@ -184,10 +235,10 @@ def test_one_axis_for_two_dimensions():
         )
 
 
-@pytest.mark.parametrize("name", ["is_causal", "segment_ids", "positions", "scale", "layout"])
+@pytest.mark.parametrize("name", ["layout"])
 @pytest.mark.parametrize("ring", [1, 2])
-def test_every_option_has_an_effect(name: str, ring: int):
-    """Turning an option on changes the result, on one device and on a ring."""
+def test_the_layout_has_an_effect(name: str, ring: int):
+    """It changes the result on a ring; tests/test_options.py shows the effect of every other option."""
     rng = np.random.default_rng(0)
     x = [rng.normal(size=(2, 16, 2, 6)).astype("float32") for _ in range(3)]
     base = {"is_causal": True}
