@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-oldest lint format bench lock clean
+.PHONY: help setup quickstart test test-all test-oldest lint format docs bench lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
@@ -43,6 +43,9 @@ lint: setup ## Check style, format, types and the direction of the imports
 format: setup ## Format the code and mend what ruff can mend
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
+
+docs: setup ## Write docs/options.md from the tables in code
+	$(PY) scripts/options_page.py
 
 bench: setup ## Time the attention against jax.nn.dot_product_attention
 	$(PY) -m benchmarks.attention $(ARGS)

@@ -1,6 +1,5 @@
 """Balanced orders: even work on documents as they are, counted by the kernel's own rule, and attention unchanged."""
 
-import doctest
 import pathlib
 import sysconfig
 
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ring_jax
-from ring_jax import balance, layouts, masks, swaps
+from ring_jax import layouts, masks, swaps
 from ring_jax.balance import balanced_permutation, live_tiles
 
 
@@ -247,8 +246,3 @@ def test_bad_order_is_refused():
         live_tiles(np.zeros(64, int), **sizes)
     with pytest.raises(ValueError, match="did you mean"):
         live_tiles("zigzak", **sizes)
-
-
-def test_docstrings():
-    for test in doctest.DocTestFinder().find(balance, globs=vars(balance)):
-        assert doctest.DocTestRunner().run(test).failed == 0

@@ -41,9 +41,16 @@ def test_migration_guide(monkeypatch):
     exec("\n".join(blocks), {"__name__": "migrating"})
 
 
-@pytest.mark.parametrize(
-    "name", ["attention", "compat", "flax", "layouts", "mesh", "options", "reference", "ring", "softmax"]
-)
+def test_options_page_is_that_of_the_tables():
+    page = runpy.run_path(str(ROOT / "scripts" / "options_page.py"))["page"]()
+    assert (ROOT / "docs" / "options.md").read_text() == page, "docs/options.md is stale: run `make docs`"
+
+
+DOCUMENTED = ["attention", "balance", "compat", "dropout", "flax", "inspection", "layouts", "mesh", "options"]
+DOCUMENTED += ["planner", "reference", "sharded", "softmax"]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_docstrings(name: str):
     module = importlib.import_module(f"ring_jax.{name}")
     finder = doctest.DocTestFinder()
