@@ -5,78 +5,19 @@ works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.checkpoint` and a scan over 
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float
 
-from ring_jax import core, layouts, manual, options, planner, routes, sharded
+from ring_jax import core, manual, options, planner, routes, sharded
 from ring_jax.kernels.tiles import is_float
 from ring_jax.options import Schedule, TokenIds
 from ring_jax.problem import Inputs, Place, Spec
-
-type _Axis = str | tuple[str, ...] | None
-
-
-class _Shards(NamedTuple):
-    """How one call is cut: the mesh, and the mesh axes of batch, heads and sequence that it has."""
-
-    mesh: Mesh | AbstractMesh
-    names: tuple[str, ...]  # the axes that shard_map makes manual
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
-    sequence: tuple[str, ...]
-    all_batch: tuple[str, ...]  # with those that are manual outside already
-    all_heads: tuple[str, ...]
-
-    def size(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[name] for name in axes)
-
-    @property
-    def arrays(self) -> PartitionSpec:
-        """Of query, key, value, out; without its last entry, of lse."""
-        return PartitionSpec(self.batch or None, self.sequence or None, self.heads or None)
-
-    @property
-    def saved(self) -> PartitionSpec:
-        """Of what the backward pass keeps: an axis in front that counts devices."""
-        return PartitionSpec(self.names)
-
-    def pairwise(self, x: Any) -> Any:
-        """Of a bias or mask ``[B, N, T, S]``: keys are not cut."""
-        if x is None:
-            return None
-        axes = (self.batch, self.heads, self.sequence)
-        return PartitionSpec(*((axis or None) if n > 1 else None for axis, n in zip(axes, x.shape, strict=False)))
-
-    def inputs(self, inputs: Inputs) -> Inputs:
-        """The inputs with a `PartitionSpec` in the place of every array."""
-
-        def tokens(x: Array) -> PartitionSpec:
-            return PartitionSpec((self.batch or None) if x.shape[0] > 1 else None, self.sequence or None)
-
-        def alike(spec: PartitionSpec, tree: Any) -> Any:
-            return jax.tree.map(lambda _: spec, tree)
-
-        whole, rows = PartitionSpec(), PartitionSpec(self.batch or None)
-        specs: Any = Inputs(
-            *(alike(self.arrays, x) for x in inputs[:3]),
-            self.pairwise(inputs.bias),
-            alike(PartitionSpec(self.heads or None), inputs.sinks),
-            alike(whole, inputs.score_args),
-            self.pairwise(inputs.mask),
-            *(jax.tree.map(tokens, x) for x in (inputs.query_tokens, inputs.key_tokens)),
-            *(alike(rows, x) for x in (inputs.query_lengths, inputs.key_lengths)),
-            alike(whole, inputs.seed),
-            alike(whole, inputs.place),
-        )
-        return specs
-
+from ring_jax.shards import Axis, Padding, Shards, check_sizes, device_kind, make_shards, pad, place
 
 def dot_product_attention(
     query: Float[Array | np.ndarray, "B T N H"],
@@ -106,8 +47,8 @@ def dot_product_attention(
     schedule: Schedule | None = None,
     return_residual: bool = False,
     mesh: Mesh | AbstractMesh | None = None,
-    batch_axis: _Axis = "data",
-    head_axis: _Axis = "tensor",
+    batch_axis: Axis = "data",
+    head_axis: Axis = "tensor",
     sequence_axis: str | None = "sequence",
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attend exactly over global arrays whose sequence is sharded over a mesh axis.
@@ -145,8 +86,9 @@ def dot_product_attention(
         key of `jax.random`. The dropped set is a function of seed, batch row, head, segment and both positions.
       strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, ``"usp"``; ``"auto"`` picks one for the hardware and the
         sizes and logs which and why (`ring_jax.choose_strategy`). All give the same numbers.
-      layout: order of the sequence in all arrays, see `ring_jax.to_layout`; None promises nothing (pass positions).
-        Any length is taken: padding is internal. A multiple of `ring_jax.layouts.required_multiple` saves a copy.
+      layout: order of the sequence in all arrays, see `ring_jax.to_layout`. It promises that inside a segment
+        differences of positions are those of natural indices: windows and chunks skip by it what they cannot reach.
+        None promises nothing (pass positions). Any length is taken: padding is internal. A multiple of `ring_jax.layouts.required_multiple` saves a copy.
       implementation: ``"xla"``; None picks the best that supports the call.
       schedule: how a ring runs, see `ring_jax.Schedule`.
       return_residual: also return the log-sum-exp, without sinks.
@@ -174,145 +116,24 @@ def dot_product_attention(
         del keywords[name]
     options.check(**keywords)
     options.check_arrays(query, key, value)
-    shards = _make_shards(mesh, batch_axis, head_axis, sequence_axis)
+    shards = make_shards(mesh, batch_axis, head_axis, sequence_axis)
     strategy = keywords.pop("strategy")
     if shards is None:
         placement = {"axis_name": sequence_axis or "sequence", "batch_axis": batch_axis, "head_axis": head_axis}
         arrays = {"query": query, "key": key, "value": value}
         return sharded.attend("ring" if strategy == "auto" else strategy, arrays | keywords | placement)
-    _check_sizes(query, key, shards)
+    check_sizes(query, key, shards)
     heads = shards.size(shards.heads)
     axis_name, num_heads = shards.sequence[0] if shards.sequence else "", (query.shape[2] // heads, key.shape[2] // heads)
     spec = sharded.make_spec(query, key, keywords, axis_name, strategy, num_heads)
-    inputs, padding = _pad(shards, spec, sharded.make_inputs(query, key, value, keywords, 1))
+    inputs, padding = pad(shards, layout, sharded.make_inputs(query, key, value, keywords, 1))
     spec = _settle(shards, spec, inputs, padding)
-    inputs = _place(shards, inputs, shards.inputs(inputs))
+    inputs = place(shards, inputs, shards.inputs(inputs))
     out, lse = (padding.remove(shards, x) for x in _attend(spec, shards, inputs))
     return (out, lse) if return_residual else out
 
 
-def _make_shards(mesh, batch_axis: _Axis, head_axis: _Axis, sequence_axis: str | None) -> _Shards | None:
-    """Match the axis names with the mesh; None where there is no mesh."""
-    context = jax.sharding.get_abstract_mesh()
-    if mesh is None:
-        mesh = context
-    if mesh.empty:
-        return None
-    manual_axes = frozenset(context.manual_axes)
-    if sequence_axis in manual_axes:
-        raise ValueError(
-            f"{sequence_axis=} is manual here: inside shard_map call ring_jax.ring_attention(..., "
-            f"axis_name={sequence_axis!r}) on the local shards instead"
-        )
-
-    def named(axis: _Axis) -> tuple[str, ...]:
-        names = (axis,) if isinstance(axis, str) else tuple(axis or ())
-        return tuple(name for name in names if name in mesh.shape)
-
-    def present(axis: _Axis) -> tuple[str, ...]:
-        return tuple(name for name in named(axis) if name not in manual_axes)
-
-    batch, heads, sequence = present(batch_axis), present(head_axis), present(sequence_axis)
-    used = [*batch, *heads, *sequence]
-    if len(set(used)) < len(used):
-        raise ValueError(f"a mesh axis may cut one dimension only; got {batch_axis=}, {head_axis=}, {sequence_axis=}")
-    names = tuple(name for name in mesh.axis_names if name not in manual_axes)
-    return _Shards(mesh, names, batch, heads, sequence, named(batch_axis), named(head_axis))
-
-
-def _check_sizes(query: Any, key: Any, shards: _Shards) -> None:
-    """Raise ValueError for sizes that the mesh cannot cut evenly."""
-    batch, heads = shards.size(shards.batch), shards.size(shards.heads)
-    if query.shape[0] % batch:
-        raise ValueError(
-            f"batch size {query.shape[0]} must be divisible by mesh axis {'*'.join(shards.batch)} of size {batch}; "
-            f"make the batch a multiple of {batch}, or move those devices to the sequence axis"
-        )
-    for name, count in (("query", query.shape[2]), ("key/value", key.shape[2])):
-        if count % heads:
-            raise ValueError(
-                f"{count} {name} heads must be divisible by mesh axis {'*'.join(shards.heads)} of size {heads}; "
-                "make that axis smaller, or move its devices to the sequence axis"
-            )
-
-
-def _is_explicit(shards: _Shards) -> bool:
-    return AxisType.Explicit in shards.mesh.axis_types
-
-
-def _place(shards: _Shards, tree: Any, specs: Any) -> Any:
-    """Reshard on Explicit meshes; on others XLA does."""
-    if not _is_explicit(shards):
-        return tree
-    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(shards.mesh, spec)), tree, specs)
-
-
-class _Padding(NamedTuple):
-    """For queries and keys: real length, padded length, and the index in the array of each padded slot."""
-
-    sides: tuple[tuple[int, int, np.ndarray], tuple[int, int, np.ndarray]]
-
-    @property
-    def is_none(self) -> bool:
-        return all(length == padded for length, padded, _ in self.sides)
-
-    def insert(self, shards: _Shards, x: Any, axis: int, side: int) -> Any:
-        """Zeros in the padded slots of an axis; as it is where the axis has size 1 or needs none."""
-        length, padded, slots = self.sides[side]
-        if length == padded or x.shape[axis] != length or x.shape[axis] == 1 != padded and x.ndim == 4 and axis > 1:
-            return x
-        return _take(shards, x, slots, axis)
-
-    def remove(self, shards: _Shards, x: Array) -> Array:
-        """Queries without the padded slots."""
-        length, padded, slots = self.sides[0]
-        return x if length == padded else _take(shards, x, np.flatnonzero(slots < length), 1)
-
-
-def _take(shards: _Shards, x: Array, index: np.ndarray, axis: int) -> Array:
-    """Entries of an axis, 0 where the index lies outside."""
-    spec = [None] * x.ndim
-    if x.ndim > 1 and x.shape[0] % shards.size(shards.batch) == 0:
-        spec[0] = shards.batch or None
-    where = (slice(None),) * axis + (index,)
-    if not _is_explicit(shards):
-        return x.at[where].get(mode="fill", fill_value=0)
-    sharding = NamedSharding(shards.mesh, PartitionSpec(*spec))
-    return jax.sharding.reshard(x, sharding).at[where].get(mode="fill", fill_value=0, out_sharding=sharding)
-
-
-def _pad(shards: _Shards, spec: Spec, inputs: Inputs) -> tuple[Inputs, _Padding]:
-    """Fill both sequences up to lengths that the layout can cut evenly."""
-    size = shards.size(shards.sequence)
-    sides = []
-    for x in (inputs.query, inputs.key):
-        padded, slots = layouts.padded_slots(spec.layout or "contiguous", x.shape[1], size)
-        sides.append((x.shape[1], padded, slots))
-    padding = _Padding(tuple(sides))
-    if padding.is_none:
-        return inputs, padding
-
-    def pairwise(x: Array | None) -> Array | None:
-        if x is not None:
-            for axis, side in ((2, 0), (3, 1)):
-                x = x if x.shape[axis] == 1 else padding.insert(shards, x, axis, side)
-        return x
-
-    def tokens(tree: Any, side: int) -> Any:
-        return jax.tree.map(lambda x: padding.insert(shards, x, 1, side), tree)
-
-    return inputs._replace(
-        query=padding.insert(shards, inputs.query, 1, 0),
-        key=padding.insert(shards, inputs.key, 1, 1),
-        value=padding.insert(shards, inputs.value, 1, 1),
-        bias=pairwise(inputs.bias),
-        mask=pairwise(inputs.mask),
-        query_tokens=tokens(inputs.query_tokens, 0),
-        key_tokens=tokens(inputs.key_tokens, 1),
-    ), padding
-
-
-def _settle(shards: _Shards, spec: Spec, inputs: Inputs, padding: _Padding) -> Spec:
+def _settle(shards: Shards, spec: Spec, inputs: Inputs, padding: Padding) -> Spec:
     """The spec with what depends on the sizes: padding, and the strategy for "auto"."""
     if not padding.is_none:
         spec = spec._replace(real_lengths=tuple(length for length, _, _ in padding.sides))
@@ -338,60 +159,54 @@ def _settle(shards: _Shards, spec: Spec, inputs: Inputs, padding: _Padding) -> S
     gathered = width * rows * spec.num_heads[1] * entries * inputs.key.shape[1]
     if spec.schedule != Schedule():
         return spec._replace(strategy=planner.report(planner.Choice("ring", "a schedule was given")).strategy)
-    choice = planner.choose_strategy(sizes, _device_kind(shards.mesh), gathered)
+    choice = planner.choose_strategy(sizes, device_kind(shards.mesh), gathered)
     return spec._replace(strategy=planner.report(choice).strategy)
 
 
-def _device_kind(mesh: Mesh | AbstractMesh) -> str:
-    if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].device_kind
-    return getattr(mesh.abstract_device, "device_kind", None) or jax.devices()[0].device_kind
-
-
-def _shard_map(body, shards: _Shards, in_specs, out_specs):
+def _shard_map(body, shards: Shards, in_specs, out_specs):
     """``body`` on local shards: manual over every axis of the mesh that is not manual already."""
     nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
     mesh = None if nested else shards.mesh
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(shards.names))
 
 
-def _local(spec: Spec, shards: _Shards, inputs: Inputs) -> Inputs:
-    query = inputs.query
-    first_head = manual.first_index(shards.all_heads, query, spec.num_heads[0])
-    first_row = manual.first_index(shards.all_batch, query, query.shape[0])
+def _local(spec: Spec, shards: Shards, inputs: Inputs, like: Array) -> Inputs:
+    """The inputs with this device's place, all varying alike; ``like`` is the query or what is cut as it is."""
+    first_head = manual.first_index(shards.all_heads, like, spec.num_heads[0])
+    first_row = manual.first_index(shards.all_batch, like, like.shape[0])
     place = Place(manual.axis_index(spec.axis_name), first_row, first_head)
     return manual.vary_alike(inputs._replace(place=place))[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(spec: Spec, shards: _Shards, inputs: Inputs):
+def _attend(spec: Spec, shards: Shards, inputs: Inputs):
     def body(inputs: Inputs):
-        return core.forward(spec, _local(spec, shards, inputs))[:2]
+        return core.forward(spec, _local(spec, shards, inputs, inputs.query))[:2]
 
     return _shard_map(body, shards, (shards.inputs(inputs),), shards.arrays)(inputs)
 
 
-def _attend_forward(spec: Spec, shards: _Shards, inputs: Inputs):
+def _attend_forward(spec: Spec, shards: Shards, inputs: Inputs):
     def body(inputs: Inputs):
-        out, lse, saved = core.forward(spec, _local(spec, shards, inputs))
+        out, lse, saved = core.forward(spec, _local(spec, shards, inputs, inputs.query))
         return out, lse, jax.tree.map(lambda x: x[None], saved)
 
     specs = shards.arrays, shards.arrays, shards.saved
     out, lse, saved = _shard_map(body, shards, (shards.inputs(inputs),), specs)(inputs)
-    return (out, lse), (inputs, saved)
+    return (out, lse), (core.kept(inputs, saved), saved)
 
 
-def _attend_backward(spec: Spec, shards: _Shards, residuals, cotangents):
+def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
     inputs, saved = residuals
     specs = shards.inputs(inputs)
 
     def body(inputs: Inputs, saved: core.Saved, dout: Array, dlse: Array):
         saved = jax.tree.map(lambda x: x[0], saved)
-        grads = core.backward(spec, *manual.vary_alike(_local(spec, shards, inputs), saved, dout, dlse))
+        grads = core.backward(spec, *manual.vary_alike(_local(spec, shards, inputs, dout), saved, dout, dlse))
         return jax.tree.map(_sum_shared, grads, gradients)
 
     args = tuple(spec if is_float(x) else None for spec, x in zip(specs.score_args, inputs.score_args, strict=True))
-    gradients: Any = core.InputGradients(*specs[:5], args)
+    gradients: Any = core.InputGradients(*3 * (shards.arrays,), specs.bias, specs.sinks, args)
     in_specs = (specs, shards.saved, shards.arrays, shards.arrays)
     return (core.as_cotangents(_shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)),)
 

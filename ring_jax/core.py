@@ -44,7 +44,7 @@ def _grid(spec: Spec) -> Grid:
 
 
 def _exchange(grid: Grid, inputs: Inputs, arrays: tuple[Array, Array, Array] | None) -> Inputs:
-    query, key, value = arrays or ulysses.enter_arrays(grid, inputs.query, inputs.key, inputs.value)
+    query, key, value = arrays or ulysses.enter_arrays(grid, inputs)
     inner = ulysses.enter_tokens(grid, inputs)
     place = inputs.place
     first_head = place.first_head + (place.rank % grid.ulysses) * query.shape[2]
@@ -86,7 +86,8 @@ def forward(spec: Spec, inputs: Inputs) -> tuple[Array, Array, Saved]:
 
 def _share(lse: Array, sinks: Array) -> Array:
     """The part of the probability that does not go to the sink: 0 for a row that sees nothing."""
-    return jax.nn.sigmoid(lse - sinks.astype(lse.dtype))
+    share = jax.nn.sigmoid(lse - sinks.astype(lse.dtype))
+    return jnp.where(lse == -jnp.inf, 0, share)  # also where there is no sink, -inf
 
 
 def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array) -> InputGradients:
@@ -103,8 +104,8 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     sums = (all_gather if spec.strategy == "all_gather" else ring).backward(problem, cotangents)
     dtype = query.dtype
     dq = ulysses.sequence_for_heads(grid, problem.layout.heads(sums.query, True).astype(dtype))
-    times = ulysses.copies(grid, *spec.num_heads)
-    dkv = ulysses.leave_keys(grid, problem.layout.heads(sums.keys, False), times, dtype)
+    routing = ulysses.route_heads(grid, *spec.num_heads)
+    dkv = ulysses.leave_keys(grid, routing, problem.layout.heads(sums.keys, False), inputs.place.rank, dtype)
     dk, dv = jnp.split(dkv, [query.shape[-1]], axis=-1)
     dbias = None if inputs.bias is None else _leave_bias(grid, inputs, inner.bias, sums.bias)
     dsinks = None if inputs.sinks is None else _leave_sinks(grid, inputs, dsinks)

@@ -29,7 +29,8 @@ def _mix(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, A
 def as_words(seed: Any) -> UInt32[Array, "2"]:
     """Two words from a Python int of up to 64 bits, an integer array of shape [] or [2], or a key of `jax.random`."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        return jnp.array([int(seed) >> 32 & 0xFFFFFFFF, int(seed) & 0xFFFFFFFF], jnp.uint32)
+        high = 0 if -(2**31) <= seed < 2**32 else int(seed) >> 32 & 0xFFFFFFFF  # as the same number in 32 bits
+        return jnp.array([high, int(seed) & 0xFFFFFFFF], jnp.uint32)
     array = jnp.asarray(seed)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

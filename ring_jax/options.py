@@ -74,6 +74,9 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 }
 """Keyword -> (its default, what it does)."""
 
+PLACEMENT = ("mesh", "batch_axis", "head_axis", "sequence_axis", "axis_name")
+"""Keywords that say where a call runs: nothing to verify."""
+
 _READS_POSITIONS = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn", "dropout_rate")
 
 
@@ -141,7 +144,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         ("schedule", "strategy"),
         _both(_schedule("gradient_dtype"), _strategy("ulysses")),
-        "Ulysses sends finished gradients in the dtype of the arrays; leave gradient_dtype alone",
+        "no gradient of Ulysses travels unfinished; leave gradient_dtype alone",
     ),
     *(
         Refusal(
@@ -164,8 +167,8 @@ REFUSALS: tuple[Refusal, ...] = (
 def _is_on(name: str, value: Any) -> bool:
     """True unless ``value`` is what the option has when it is left out."""
     default = OPTIONS[name][0]
-    if value is None or isinstance(value, (bool, int, float, tuple, str)):
-        return value is not None and value != default
+    if value is None or isinstance(value, (bool, int, float, tuple, str, np.generic)):
+        return value is not None and bool(value != default)
     return True
 
 
@@ -177,8 +180,8 @@ def supports(**keywords: Any) -> str | None:
 
     Returns:
       None when the test suite verifies the combination against the float64 reference; otherwise the reason why the
-      call would be refused, as a string that names the options. Sizes (a length, a number of heads) are not judged
-      here: the call itself raises for them.
+      call would be refused, as a string that names the options: also for a keyword or a name that does not exist.
+      Arrays and sizes (a length, a number of heads) are not judged here: the call itself raises for them.
 
     Example:
       >>> supports(is_causal=True, layout="zigzag", local_window_size=(4, 0)) is None
@@ -186,7 +189,19 @@ def supports(**keywords: Any) -> str | None:
       >>> supports(implementation="cudnn")
       'implementation=cudnn: this kernel is not built yet; use implementation="xla"'
     """
-    options = {name: keywords.get(name, default) for name, (default, _) in OPTIONS.items()}
+    for name in keywords:
+        if name not in OPTIONS and name not in PLACEMENT:
+            return f"{unknown_name('keyword', name, tuple(OPTIONS))}"
+    given = {name: keywords.get(name, default) for name, (default, _) in OPTIONS.items()}
+    try:
+        check(**given)
+    except (TypeError, ValueError, NotImplementedError) as refusal:
+        return str(refusal)
+    return None
+
+
+def refusal_of(options: dict[str, Any]) -> str | None:
+    """The first row of `REFUSALS` that applies to a complete set of options, as a message."""
     for refusal in REFUSALS:
         if refusal.applies(options):
             return f"{', '.join(_shown(name, options[name]) for name in refusal.options)}: {refusal.reason}"
@@ -202,6 +217,8 @@ def check(**keywords: Any) -> None:
     schedule = keywords["schedule"]
     if schedule is not None and not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a ring_jax.Schedule; got {type(schedule).__name__}")
+    if schedule is not None and not isinstance(schedule.two_directions, (bool, np.bool_)):
+        raise TypeError(f"two_directions must be a Python bool; got {schedule.two_directions!r}")
     rotate, gradient_dtype = (schedule or Schedule())[3:]
     names = [("rotate", rotate, ROTATIONS), ("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)]
     names += [("strategy", keywords["strategy"], STRATEGIES)]
@@ -225,7 +242,7 @@ def check(**keywords: Any) -> None:
     if keywords["dropout_rate"] and keywords["dropout_seed"] is None:
         rule = "an int, an integer array or a key, another at every step"
         raise ValueError(f"dropout_rate={keywords['dropout_rate']} needs a dropout_seed ({rule})")
-    reason = supports(**keywords)
+    reason = refusal_of(keywords)
     if reason is not None:
         raise NotImplementedError(reason)
 

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ring_jax import ulysses
+from ring_jax.routes import Grid
+
 logger = logging.getLogger("ring_jax")
 
 
@@ -106,13 +109,18 @@ def choose_strategy(sizes: Sizes, device_kind: str, gathered_bytes: float = 0.0)
     if sizes.local_length >= needed:
         return Choice("ring", f"{sizes.local_length} tokens a device hide every hop (from {needed:.0f} on)")
     exposed = f"{sizes.local_length} tokens a device do not hide a hop (from {needed:.0f} on)"
-    sent_kv = max(sizes.num_kv_heads, min(count, sizes.num_heads))
-    ring_bytes, ulysses_bytes = 2 * count * sizes.num_kv_heads, 2 * (sizes.num_heads + sent_kv)
-    if sizes.num_heads % count == 0 and ulysses_bytes < ring_bytes:
+    ring_bytes, divides = 2 * count * sizes.num_kv_heads, sizes.num_heads % count == 0
+    ulysses_bytes = 2 * (sizes.num_heads + sent_heads(count, sizes.num_heads, sizes.num_kv_heads)) if divides else 0
+    if divides and ulysses_bytes < ring_bytes:
         return Choice("ulysses", f"{exposed}, and Ulysses sends {ulysses_bytes / ring_bytes:.2f} of a ring's bytes")
     if gathered_bytes <= 0.1 * hardware.hbm_bytes:
         return Choice("all_gather", f"{exposed}, and all keys and values fit: one transfer instead of {count - 1}")
     return Choice("ring", f"{exposed}, but all keys and values ({gathered_bytes / 1e9:.1f} GB) would not fit well")
+
+
+def sent_heads(count: int, num_heads: int, num_kv_heads: int) -> int:
+    """Key/value heads that a device sends, copies counted, in Ulysses over ``count`` devices."""
+    return ulysses.route_heads(Grid("", 1, 1, count), num_heads, num_kv_heads).sent.size
 
 
 def report(choice: Choice) -> Choice:

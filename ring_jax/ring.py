@@ -12,6 +12,7 @@ one step's own lse, or did not send dK and dV home, would have the right loss.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -40,7 +41,7 @@ def forward(problem: Problem, carry: xla.Carry) -> xla.Carry:
 
 def backward(problem: Problem, cotangents: Cotangents) -> Gradients:
     """Gradients of this place's queries and keys, and of its rows of the bias."""
-    if queries_travel(problem):
+    if queries_travel(problem, cotangents):
         return _backward_with_queries(problem, cotangents)
     return _backward_with_keys(problem, cotangents)
 
@@ -103,28 +104,27 @@ def zero_args(problem: Problem) -> tuple[Array, ...]:
     return tuple(zeros(problem, jnp.shape(x)) for x in float_args(problem.pairs.score_args))
 
 
-def queries_travel(problem: Problem) -> bool:
+def queries_travel(problem: Problem, cotangents: Cotangents) -> bool:
     """Whether the backward pass moves queries: when asked to, or when that sends fewer bytes a hop."""
     schedule, pairs = problem.spec.schedule, problem.pairs
     if schedule.rotate != "auto" or schedule.two_directions or pairs.bias is not None or pairs.mask is not None:
         return schedule.rotate == "queries"
-    by_keys, by_queries = bytes_a_hop(problem)
+    by_keys, by_queries = bytes_a_hop(problem, cotangents)
     return by_queries < by_keys
 
 
-def bytes_a_hop(problem: Problem) -> tuple[int, int]:
-    """What one hop of the backward pass sends with keys, and with queries, on the road; tokens left aside.
+def bytes_a_hop(problem: Problem, cotangents: Cotangents) -> tuple[int, int]:
+    """What one hop of the backward pass sends with keys, and with queries, on the road.
 
     K, V in the dtype of the arrays and dK, dV in the gradient dtype, against Q, dO in theirs, lse and delta in float32
-    and dQ in the gradient dtype. (A hop of dropout's keys costs 8 bytes for each head and query more.)
+    and dQ in the gradient dtype; and what tokens and options add to either.
     """
     query, kv = problem.queries.query, problem.keys.kv
     wide = jnp.promote_types(query.dtype, jnp.float32).itemsize
     sent = min(wide, jnp.dtype(problem.spec.schedule.gradient_dtype).itemsize)
-    rows = query.size // query.shape[-1]
-    a_row = query.dtype.itemsize * kv.shape[-1] + 2 * wide + sent * query.shape[-1]
-    a_row += 0 if problem.queries.words is None else 8
-    return kv.size * (kv.dtype.itemsize + sent), rows * a_row
+    queries = problem.queries._replace(tokens=problem.given_tokens), cotangents
+    by_keys, by_queries = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (problem.keys, queries))
+    return by_keys + kv.size * sent, by_queries + query.size * sent
 
 
 class _Halves:

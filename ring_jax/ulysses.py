@@ -3,26 +3,47 @@
     before  [B, T, N, H]: every head of this device's tokens        after  [B, u * T, N / u, H]: all tokens of some heads
 
 Key/value heads go where their query heads go. With fewer key/value heads than devices each is sent to all devices that
-have a query head of it, and nowhere else; it is never expanded to the number of query heads. The gradient of a head
-that was sent to several devices is the sum of what they send back.
+have a query head of it; none is sent twice to one device. (Where heads do not fall evenly, devices that need fewer than
+the most get one again, since all messages of an all-to-all have one size.) The gradient of a head that was sent to
+several devices is the sum of what they send back.
 
 With ``grid.ulysses == 1`` every function is the identity. Inside a ring (USP) the devices of one place exchange.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ring_jax.problem import Inputs
 from ring_jax.routes import Grid
 
 
-def copies(grid: Grid, num_heads: int, num_kv_heads: int) -> int:
-    """To how many devices each key/value head is sent."""
-    group = num_heads // num_kv_heads
-    return group // math.gcd(num_heads // grid.ulysses, group)
+class HeadRoutes(NamedTuple):
+    """Which key/value heads each of the u devices gets, and how its query heads share them.
+
+    ``sent`` ``[u, m]``: key/value heads sent to each device; one that has fewer than m gets its last again. ``used``
+    ``[u, k]``: for each group of query heads of a device, which of the m heads is theirs; None where it is 0 ... m - 1.
+    """
+
+    num_kv_heads: int
+    sent: np.ndarray
+    used: np.ndarray | None
+
+
+def route_heads(grid: Grid, num_heads: int, num_kv_heads: int) -> HeadRoutes:
+    """A group is the largest number of neighboring query heads that never spans two key/value heads or two devices."""
+    group, own = num_heads // num_kv_heads, num_heads // grid.ulysses
+    wanted = (np.arange(0, num_heads, math.gcd(own, group)) // group).reshape(grid.ulysses, -1)
+    distinct = [np.unique(row) for row in wanted]
+    most = max(len(row) for row in distinct)
+    sent = np.stack([np.pad(row, (0, most - len(row)), mode="edge") for row in distinct])
+    used = np.stack([np.searchsorted(row, heads) for row, heads in zip(distinct, wanted, strict=True)])
+    same = used.shape == sent.shape and (used == np.arange(most)).all()
+    return HeadRoutes(num_kv_heads, sent, None if same else used)
 
 
 def _all_to_all(grid: Grid, x: Array, split: int, concat: int) -> Array:
@@ -47,23 +68,38 @@ def sequence_for_heads(grid: Grid, x: Array) -> Array:
     return _all_to_all(grid, x, 1, 2)
 
 
-def enter_arrays(grid: Grid, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+def enter_arrays(grid: Grid, inputs: Inputs) -> tuple[Array, Array, Array]:
     """Query, key and value after the exchange; keys and values share a message."""
+    query, key, value = inputs[:3]
     if grid.ulysses == 1:
         return query, key, value
-    times = copies(grid, query.shape[2], key.shape[2])
-    kv = heads_for_sequence(grid, jnp.repeat(jnp.concatenate([key, value], -1), times, axis=2))
+    routes = route_heads(grid, query.shape[2], key.shape[2])
+    kv = jnp.concatenate([key, value], -1)
+    if routes.sent.size != routes.num_kv_heads:
+        kv = jnp.take(kv, routes.sent.reshape(-1), axis=2)
+    kv = heads_for_sequence(grid, kv)
+    if routes.used is not None:
+        kv = jnp.take(kv, jnp.asarray(routes.used)[inputs.place.rank % grid.ulysses], axis=2)
     key, value = jnp.split(kv, [key.shape[-1]], axis=-1)
     return heads_for_sequence(grid, query), key, value
 
 
-def leave_keys(grid: Grid, dkv: Array, times: int, dtype) -> Array:
+def leave_keys(grid: Grid, routes: HeadRoutes, dkv: Array, rank: Array, dtype) -> Array:
     """The gradient of keys and values back to where they came from, copies summed in the dtype of ``dkv``."""
     if grid.ulysses == 1:
         return dkv.astype(dtype)
-    dkv = sequence_for_heads(grid, dkv if times > 1 else dkv.astype(dtype))
-    batch, length, heads, size = dkv.shape
-    return dkv.reshape(batch, length, heads // times, times, size).sum(3).astype(dtype)
+    if routes.used is not None:
+        mine = jnp.asarray(routes.used)[rank % grid.ulysses]
+        dkv = _sum_into(routes.sent.shape[1], mine, dkv)
+    if routes.sent.size == routes.num_kv_heads:
+        return sequence_for_heads(grid, dkv.astype(dtype))
+    dkv = sequence_for_heads(grid, dkv)
+    return _sum_into(routes.num_kv_heads, jnp.asarray(routes.sent.reshape(-1)), dkv).astype(dtype)
+
+
+def _sum_into(count: int, heads: Array, x: Array) -> Array:
+    """``[B, T, n, H]`` summed into ``count`` heads, entry i into head ``heads[i]``."""
+    return jnp.einsum("BTnH,nm->BTmH", x, jax.nn.one_hot(heads, count, dtype=x.dtype), precision="highest")
 
 
 def enter_tokens(grid: Grid, inputs: Inputs) -> Inputs:

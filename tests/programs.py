@@ -62,14 +62,13 @@ def _backward(strategy: str, keywords: dict[str, Any], query, key, value, given,
     if strategy in ("ulysses", "usp"):  # residuals are kept as they are after the exchange
         grid = core._grid(spec)
 
-        def turn(x, times=1):
-            x = jnp.repeat(x, times, axis=2)
+        def turn(x):
             return x.reshape(x.shape[0], x.shape[1] * grid.ulysses, -1, *x.shape[3:])
 
-        times = core.ulysses.copies(grid, *spec.num_heads)
-        arrays = turn(query), turn(key, times), turn(value, times)
-        out_, lse, lost = turn(out), turn(lse), None if lost is None else turn(lost)
-        saved = core.Saved(arrays, out_, lost, lse, None)
+        query_, key_, value_ = core.ulysses.enter_arrays(grid, inputs)
+        # What the forward pass kept, not what this pass exchanges: constants of the same shape.
+        arrays = tuple(jnp.zeros_like(x) + turn(query)[..., :1, :1] for x in (query_, key_, value_))
+        saved = core.Saved(arrays, turn(out), None if lost is None else turn(lost), turn(lse), None)
     else:
         saved = core.Saved(None, out, lost, lse, None)
     grads = core.backward(spec, core.kept(inputs, saved), saved, out, jnp.zeros_like(inputs.query[..., 0], lse.dtype))

@@ -131,6 +131,7 @@ def place_batch(batch: dict[str, np.ndarray], config: TrainConfig, mesh: Mesh) -
                 f"batch[{name!r}] has shape {array.shape}; it must be [rows, length] with rows a multiple of "
                 f"mesh.data * num_microbatches = {rows}; pad it with rows of segment 0"
             )
+        layouts.check_length(config.layout, np.shape(array)[1], num_shards)
         permuted = layouts.to_layout(np.asarray(array, np.int32), config.layout, num_shards)
         placed[name] = jax.make_array_from_callback(permuted.shape, sharding, permuted.__getitem__)
     return placed

@@ -221,8 +221,8 @@ class Tile(NamedTuple):
         ds = self._natural(ds)[None].sum(tuple(axis + 1 for axis in axes), keepdims=True)
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, index, shape) + ds, index)
 
-    def mask(self, s: Array) -> Array:
-        """-inf where the mask forbids.
+    def _visible(self) -> Array | None:
+        """True where the mask allows, in the order of the tiling; None where it allows everything.
 
         A last tile that was moved back to lie inside repeats tokens of the one before it: those are masked out.
         """
@@ -239,7 +239,17 @@ class Tile(NamedTuple):
         if tiling.pairs.mask is not None:
             dense = lax.dynamic_slice(tiling.pairs.mask, *self._pair_corner(tiling.pairs.mask))[0]
             mask = dense if mask is None else mask & dense
-        return s if mask is None else jnp.where(self._turn(mask), s, -jnp.inf)
+        return None if mask is None else self._turn(mask)
+
+    def mask(self, s: Array) -> Array:
+        """-inf where the mask forbids."""
+        visible = self._visible()
+        return s if visible is None else jnp.where(visible, s, -jnp.inf)
+
+    def hide(self, ds: Array) -> Array:
+        """0 where the mask forbids, after a score function whose slope there may be anything."""
+        visible = self._visible() if self.tiling.scores.score_fn is not None else None
+        return ds if visible is None else jnp.where(visible, ds, 0)
 
     def drop(self, p: Array) -> Array:
         """Dropout: what stays is divided by the chance to stay."""

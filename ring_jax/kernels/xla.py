@@ -139,7 +139,7 @@ def backward_block(
             dp = tile.drop(jnp.einsum("bksh,bkgth->bksgt", v_tile, do_tile, preferred_element_type=dtype))
             ds = p * (dp - delta[:, :, None])
             ds_modified, dargs = pull(ds)
-            draw = tile.uncap(ds_modified, capped) * jnp.asarray(scores.scale, dtype)
+            draw = tile.uncap(tile.hide(ds_modified), capped) * jnp.asarray(scores.scale, dtype)
             dv_tile += jnp.einsum("bksgt,bkgth->bksh", tile.drop(p), do_tile.astype(dtype))
             dk_tile += jnp.einsum("bksgt,bkgth->bksh", draw, q_tile.astype(dtype))
             dq_tile = rows_of(sums.query, row, begin, tiles[0], 4)
