@@ -12,7 +12,7 @@ from ring_jax import ring
 from ring_jax.kernels import xla
 from ring_jax.kernels.tiles import Keys
 from ring_jax.kernels.xla import Cotangents, Gradients
-from ring_jax.problem import Problem, zeros
+from ring_jax.problem import Problem, wire_dtype, zeros
 
 
 def _gather(problem: Problem) -> tuple[Keys, tuple[int, int]]:
@@ -24,7 +24,7 @@ def _gather(problem: Problem) -> tuple[Keys, tuple[int, int]]:
         tokens = jax.tree.map(lambda x: lax.all_gather(x, grid.axis_name, axis=1, tiled=True), keys.tokens)
         keys = Keys(kv, tokens)
     index = jnp.concatenate(
-        [grid.index(problem.spec.layout, jnp.int32(place), length) for place in range(grid.num_places)]
+        [grid.token_index(problem.spec.layout, jnp.int32(place), length) for place in range(grid.num_places)]
     )
     keys = keys._replace(tokens=problem.key_tokens(keys.tokens, index))
     return keys, problem.tile_sizes(length * grid.num_places)
@@ -54,7 +54,5 @@ def _scatter(problem: Problem, dkv: Array) -> Array:
     """Sum over devices what each has for the keys of all, and keep one's own."""
     if problem.grid.num_places == 1:
         return dkv
-    sent = jnp.dtype(problem.spec.schedule.gradient_dtype)
-    narrow = dkv.astype(sent) if sent.itemsize < dkv.dtype.itemsize else dkv
-    own = lax.psum_scatter(narrow, problem.grid.axis_name, scatter_dimension=3, tiled=True)
+    own = lax.psum_scatter(dkv.astype(wire_dtype(problem)), problem.grid.axis_name, scatter_dimension=3, tiled=True)
     return own.astype(dkv.dtype)

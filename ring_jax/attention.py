@@ -5,12 +5,13 @@ works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.checkpoint` and a scan over 
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
 from ring_jax import core, manual, options, planner, routes, sharded
@@ -18,6 +19,7 @@ from ring_jax.kernels.tiles import is_float
 from ring_jax.options import Schedule, TokenIds
 from ring_jax.problem import Inputs, Place, Spec
 from ring_jax.shards import Axis, Padding, Shards, check_sizes, device_kind, make_shards, pad, place
+
 
 def dot_product_attention(
     query: Float[Array | np.ndarray, "B T N H"],
@@ -88,7 +90,8 @@ def dot_product_attention(
         sizes and logs which and why (`ring_jax.choose_strategy`). All give the same numbers.
       layout: order of the sequence in all arrays, see `ring_jax.to_layout`. It promises that inside a segment
         differences of positions are those of natural indices: windows and chunks skip by it what they cannot reach.
-        None promises nothing (pass positions). Any length is taken: padding is internal. A multiple of `ring_jax.layouts.required_multiple` saves a copy.
+        None promises nothing (pass positions). Any length is taken: padding is internal; a multiple of
+        `ring_jax.layouts.required_multiple` saves a copy.
       implementation: ``"xla"``; None picks the best that supports the call.
       schedule: how a ring runs, see `ring_jax.Schedule`.
       return_residual: also return the log-sum-exp, without sinks.
@@ -97,7 +100,7 @@ def dot_product_attention(
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, or ``(out, lse)`` with lse ``[B, T, N]`` in float32 (float64 for
-      float64 inputs). Both are differentiable. A query that sees nothing gives 0 and lse -inf.
+      float64 inputs). Both are differentiable, once, in reverse mode. A query that sees nothing gives 0 and lse -inf.
 
     Raises:
       ValueError, TypeError: shapes, dtypes, names or sizes that do not fit the mesh; before any device work.
@@ -109,7 +112,8 @@ def dot_product_attention(
       (1, 4, 2, 8)
 
     Reference:
-      Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3. Sinks: Xiao et al., arXiv:2309.17453; soft cap: Gemma 2, arXiv:2408.00118, section 2.
+      Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3.
+      Sinks: Xiao et al., arXiv:2309.17453. Soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     keywords = dict(locals())
     for name in ("query", "key", "value", "mesh", "batch_axis", "head_axis", "sequence_axis"):
@@ -124,19 +128,28 @@ def dot_product_attention(
         return sharded.attend("ring" if strategy == "auto" else strategy, arrays | keywords | placement)
     check_sizes(query, key, shards)
     heads = shards.size(shards.heads)
-    axis_name, num_heads = shards.sequence[0] if shards.sequence else "", (query.shape[2] // heads, key.shape[2] // heads)
+    axis_name, num_heads = (
+        shards.sequence[0] if shards.sequence else "",
+        (query.shape[2] // heads, key.shape[2] // heads),
+    )
     spec = sharded.make_spec(query, key, keywords, axis_name, strategy, num_heads)
-    inputs, padding = pad(shards, layout, sharded.make_inputs(query, key, value, keywords, 1))
+    inputs, padding = pad(shards, spec, sharded.make_inputs(query, key, value, keywords, 1))
     spec = _settle(shards, spec, inputs, padding)
-    inputs = place(shards, inputs, shards.inputs(inputs))
-    out, lse = (padding.remove(shards, x) for x in _attend(spec, shards, inputs))
+    outer = Place(
+        jnp.int32(0),
+        manual.first_index(shards.outer_batch, inputs.query, query.shape[0]),
+        manual.first_index(shards.outer_heads, inputs.query, query.shape[2]),
+    )
+    inputs = place(shards, inputs._replace(place=outer), shards.inputs(inputs))
+    inputs = manual.vary_alike(inputs)[0]  # inside another shard_map gradients are then of one type
+    out, lse = (padding.query.remove(shards, x) for x in _attend(spec, shards, inputs))
     return (out, lse) if return_residual else out
 
 
 def _settle(shards: Shards, spec: Spec, inputs: Inputs, padding: Padding) -> Spec:
     """The spec with what depends on the sizes: padding, and the strategy for "auto"."""
     if not padding.is_none:
-        spec = spec._replace(real_lengths=tuple(length for length, _, _ in padding.sides))
+        spec = spec._replace(real_lengths=(padding.query.length, padding.key.length))
     size = shards.size(shards.sequence)
     if spec.strategy != "auto":
         return spec
@@ -172,8 +185,8 @@ def _shard_map(body, shards: Shards, in_specs, out_specs):
 
 def _local(spec: Spec, shards: Shards, inputs: Inputs, like: Array) -> Inputs:
     """The inputs with this device's place, all varying alike; ``like`` is the query or what is cut as it is."""
-    first_head = manual.first_index(shards.all_heads, like, spec.num_heads[0])
-    first_row = manual.first_index(shards.all_batch, like, like.shape[0])
+    first_row = inputs.place.first_row + manual.first_index(shards.batch, like, like.shape[0])
+    first_head = inputs.place.first_head + manual.first_index(shards.heads, like, spec.num_heads[0])
     place = Place(manual.axis_index(spec.axis_name), first_row, first_head)
     return manual.vary_alike(inputs._replace(place=place))[0]
 
@@ -198,23 +211,27 @@ def _attend_forward(spec: Spec, shards: Shards, inputs: Inputs):
 
 def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
     inputs, saved = residuals
-    specs = shards.inputs(inputs)
+    specs, arrays = shards.inputs(inputs), cast(Any, shards.arrays)
 
     def body(inputs: Inputs, saved: core.Saved, dout: Array, dlse: Array):
-        saved = jax.tree.map(lambda x: x[0], saved)
-        grads = core.backward(spec, *manual.vary_alike(_local(spec, shards, inputs, dout), saved, dout, dlse))
-        return jax.tree.map(_sum_shared, grads, gradients)
+        kept = jax.tree.map(lambda x: x[0], saved)
+        grads = core.backward(spec, *manual.vary_alike(_local(spec, shards, inputs, dout), kept, dout, dlse))
+        like = core.InputGradients(dout, dout, dout, inputs.bias, inputs.sinks, floats(inputs.score_args))
+        return jax.tree.map(_sum_shared, grads, like)
 
-    args = tuple(spec if is_float(x) else None for spec, x in zip(specs.score_args, inputs.score_args, strict=True))
-    gradients: Any = core.InputGradients(*3 * (shards.arrays,), specs.bias, specs.sinks, args)
+    def floats(args: Any) -> Any:
+        """None for arguments without a gradient."""
+        return tuple(x if is_float(y) else None for x, y in zip(args, inputs.score_args, strict=True))
+
+    gradients: Any = core.InputGradients(arrays, arrays, arrays, specs.bias, specs.sinks, floats(specs.score_args))
     in_specs = (specs, shards.saved, shards.arrays, shards.arrays)
     return (core.as_cotangents(_shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)),)
 
 
-def _sum_shared(x: Array, spec: PartitionSpec) -> Array:
-    """A gradient summed over the devices that share its array."""
-    cut = {name for axes in spec if axes is not None for name in ((axes,) if isinstance(axes, str) else axes)}
-    shared = tuple(sorted(jax.typeof(x).manual_axis_type.varying - cut))
+def _sum_shared(x: Array, like: Array) -> Array:
+    """A gradient summed over the devices that share its array: those over which ``like`` does not vary."""
+    varying, own = (jax.typeof(y).manual_axis_type.varying for y in (x, like))
+    shared = tuple(sorted(varying - own))
     return jax.lax.psum(x, shared) if shared else x
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, Integer, Shaped
 
-from ring_jax import layouts, swaps
+from ring_jax import layouts, options, swaps
 
 type _Numbers = Shaped[Array | np.ndarray, "..."] | Sequence[Any] | None
 type _Window = int | tuple[int, int] | None
@@ -192,7 +192,7 @@ def _read(
     ids = np.ones((1, 1), np.int64) if arrays["segment_ids"] is None else arrays["segment_ids"]
     places = np.arange(length) if arrays["positions"] is None else arrays["positions"]
     tokens = _Tokens(np.broadcast_to(places, shape), np.broadcast_to(ids, shape))
-    rule = _Rule(num_shards, tile, bool(is_causal), _window(window), chunk_size, _mask(mask, length // tile))
+    rule = _Rule(num_shards, tile, bool(is_causal), options.window_of(window), chunk_size, _mask(mask, length // tile))
     return tokens, rule
 
 
@@ -231,16 +231,6 @@ def _check_tile(length: int, num_shards: int, tile: int) -> None:
             f"tile={tile} cuts {length} tokens into {length // tile} tiles, which must be at most {MOST_TILES}; "
             f"use tile={fits}"
         )
-
-
-def _window(value: Any) -> tuple[int, int] | None:
-    """(left, right), the keys seen beyond the query's own position."""
-    if value is None:
-        return None
-    window = value if isinstance(value, tuple) else (value, value)
-    if len(window) != 2 or not all(isinstance(w, (int, np.integer)) and w >= 0 for w in window):
-        raise ValueError(f"local_window_size={value!r} must be a whole number or a pair (left, right), none negative")
-    return int(window[0]), int(window[1])
 
 
 def _mask(value: Any, num_tiles: int) -> np.ndarray | None:

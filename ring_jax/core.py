@@ -5,7 +5,7 @@ The custom VJPs (here for calls inside ``shard_map``, in `ring_jax.attention` ou
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,8 @@ def forward(spec: Spec, inputs: Inputs) -> tuple[Array, Array, Saved]:
     lost_lse = None
     if spec.keeps_lost or inputs.bias is not None:
         lost_lse = softmax.lost_by_rounding(lse, carry.maximum, carry.total)
-    exact, lse, lost_lse = (None if x is None else problem.layout.heads(x, True) for x in (exact, lse, lost_lse))
+        lost_lse = problem.layout.heads(lost_lse, True)
+    exact, lse = (problem.layout.heads(x, True) for x in (exact, lse))
     if inner.sinks is not None:
         exact = exact * _share(lse, inner.sinks)[..., None]
     out = exact.astype(query.dtype)
@@ -107,8 +108,8 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     routing = ulysses.route_heads(grid, *spec.num_heads)
     dkv = ulysses.leave_keys(grid, routing, problem.layout.heads(sums.keys, False), inputs.place.rank, dtype)
     dk, dv = jnp.split(dkv, [query.shape[-1]], axis=-1)
-    dbias = None if inputs.bias is None else _leave_bias(grid, inputs, inner.bias, sums.bias)
-    dsinks = None if inputs.sinks is None else _leave_sinks(grid, inputs, dsinks)
+    dbias = None if sums.bias is None else _leave_bias(grid, inputs, sums.bias)
+    dsinks = None if dsinks is None else _leave_sinks(grid, inputs, dsinks)
     dargs = iter(sums.args)
     args = tuple(next(dargs).astype(x.dtype) if is_float(x) else None for x in inputs.score_args)
     return InputGradients(dq, dk, dv, dbias, dsinks, args)
@@ -136,27 +137,28 @@ def _cotangents(
     delta = jnp.where(alive, delta - dlse, 0)
     lse = jnp.where(alive, saved.lse, jnp.inf)
     lost = None if saved.lost_lse is None else jnp.where(alive, saved.lost_lse, 0)
-    per_query = (None if x is None else problem.layout.tokens(x, True) for x in (dout, lse, delta, lost))
-    return xla.Cotangents(*per_query), dsinks
+    dout, lse, delta = (problem.layout.tokens(x, True) for x in (dout, lse, delta))
+    return xla.Cotangents(dout, lse, delta, None if lost is None else problem.layout.tokens(lost, True)), dsinks
 
 
-def _leave_bias(grid: Grid, inputs: Inputs, inner: Array, dbias: Array) -> Array:
-    """The gradient of a bias, through the transpose of the exchange."""
-    dbias = dbias.reshape(inner.shape)
+def _leave_bias(grid: Grid, inputs: Inputs, dbias: Array) -> Array:
+    """The gradient of a bias ``[R, b, K, G, T, S]``, through the transpose of the exchange."""
+    bias = cast(Array, inputs.bias)
+    dbias = dbias.reshape(dbias.shape[0] * dbias.shape[1], -1, *dbias.shape[4:])
     if grid.ulysses > 1:
-        member = inputs.place.rank % grid.ulysses
-        like = inputs.bias.astype(dbias.dtype)
+        member, like = inputs.place.rank % grid.ulysses, bias.astype(dbias.dtype)
         (dbias,) = jax.vjp(lambda x: ulysses.enter_pairwise(grid, x, member), like)[1](dbias)
-    return dbias.astype(inputs.bias.dtype)
+    return dbias.astype(bias.dtype)
 
 
 def _leave_sinks(grid: Grid, inputs: Inputs, dsinks: Array) -> Array:
     """This device's heads of the gradient in their place, 0 elsewhere."""
+    sinks = cast(Array, inputs.sinks)
     if grid.ulysses > 1:
-        member, full = inputs.place.rank % grid.ulysses, jnp.zeros(inputs.sinks.shape, dsinks.dtype)
+        member, full = inputs.place.rank % grid.ulysses, jnp.zeros(sinks.shape, dsinks.dtype)
         full, dsinks, start = manual.vary_alike(full, dsinks, member * len(dsinks))
         dsinks = jax.lax.dynamic_update_slice_in_dim(full, dsinks, start, 0)
-    return dsinks.astype(inputs.sinks.dtype)
+    return dsinks.astype(sinks.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -173,7 +175,8 @@ def _attend_forward(spec: Spec, inputs: Inputs):
 
 def kept(inputs: Inputs, saved: Saved) -> Inputs:
     """The inputs that the backward pass reads: not those of which `saved` has another form."""
-    return inputs if saved.arrays is None else inputs._replace(query=None, key=None, value=None)
+    nothing = cast(Any, None)
+    return inputs if saved.arrays is None else inputs._replace(query=nothing, key=nothing, value=nothing)
 
 
 def _attend_backward(spec: Spec, residuals, cotangents):
@@ -182,7 +185,7 @@ def _attend_backward(spec: Spec, residuals, cotangents):
 
 def as_cotangents(grads: InputGradients) -> Inputs:
     """In the form of the inputs; None for what has no gradient."""
-    return Inputs(*grads, *(None,) * (len(Inputs._fields) - len(grads)))
+    return Inputs(*grads, *cast(Any, (None,) * (len(Inputs._fields) - len(grads))))
 
 
 attend.defvjp(_attend_forward, _attend_backward)

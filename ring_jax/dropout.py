@@ -22,7 +22,7 @@ from ring_jax import manual
 def _mix(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, Array]:
     """Two words from a key of two words and a counter of two words, with broadcasting (Threefry-2x32, 20 rounds)."""
     words = manual.vary_alike(*jnp.broadcast_arrays(first, second, low, high))
-    mixed, other = threefry2x32_p.bind(*words)
+    mixed, other, _ = manual.vary_alike(*threefry2x32_p.bind(*words), words[0])  # the primitive forgets the axes
     return mixed, other
 
 
@@ -93,4 +93,6 @@ def keep_mask(
     rows = jnp.arange(len(query_positions))
     segments = None if query_segments is None else jnp.asarray(query_segments)
     words = query_words(as_words(seed), rows, jnp.arange(num_heads), query_positions, segments)
-    return jax.vmap(lambda w, at: keep(w, at, rate))(words, jnp.broadcast_to(key_positions, (len(rows), key_positions.shape[1])))
+    return jax.vmap(lambda w, at: keep(w, at, rate))(
+        words, jnp.broadcast_to(key_positions, (len(rows), key_positions.shape[1]))
+    )

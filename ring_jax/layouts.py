@@ -112,15 +112,15 @@ def permutation(layout: str, seq_len: int, num_shards: int) -> np.ndarray:
     return index[index < seq_len]
 
 
-def padded_slots(layout: str, seq_len: int, num_shards: int) -> tuple[int, np.ndarray]:
+def padded_slots(layout: str, seq_len: int, num_shards: int, cut: int = 1) -> tuple[int, np.ndarray]:
     """The length that the layout can cut evenly, and where the token of each slot lies in the array that has none.
 
-    A slot of padding has index ``seq_len``, which is outside.
+    A slot of padding has index ``seq_len``, which is outside. With ``cut`` each run of a shard can be cut evenly, too.
     """
-    multiple = required_multiple(layout, num_shards)
+    multiple = required_multiple(layout, num_shards) * (cut if num_shards > 1 else 1)
     padded = -(-seq_len // multiple) * multiple
-    real = permutation(layout, padded, num_shards) < seq_len
-    return padded, np.where(real, np.cumsum(real) - 1, seq_len)
+    place = np.argsort(permutation(layout, seq_len, num_shards))  # of each token in the array
+    return padded, np.append(place, np.full(padded - seq_len, seq_len))[permutation(layout, padded, num_shards)]
 
 
 def to_layout(

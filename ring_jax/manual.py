@@ -30,10 +30,10 @@ def vary_alike(*trees):
     The transpose of the cast is the ``psum`` that a gradient of a replicated array needs, so a custom VJP called on
     the result may return cotangents that vary like any of its inputs.
     """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(trees)))
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(trees)))
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+        missing = tuple(sorted(axes - _varying(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, trees)
@@ -50,9 +50,16 @@ def first_index(axes: str | tuple[str, ...] | None, x: jax.Array, count: int) ->
     Axes that are not manual, or over which ``x`` is known to be replicated, do not cut it.
     """
     index = jnp.int32(0)
-    varying = jax.typeof(x).manual_axis_type.varying
-    checked = bool(varying)  # with check_vma=False nothing is recorded
     for name in (axes,) if isinstance(axes, str) else tuple(axes or ()):
-        if axis_is_manual(name) and (name in varying or not checked):
+        if axis_is_manual(name) and (not _is_checked(name) or name in _varying(x)):
             index = index * lax.axis_size(name) + lax.axis_index(name)
     return index * count
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _is_checked(axis_name: str) -> bool:
+    """Whether types record what varies over this axis: not so under check_vma=False."""
+    return axis_name in _varying(lax.axis_index(axis_name))

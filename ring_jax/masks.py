@@ -90,7 +90,8 @@ def visible(query: Tokens, key: Tokens, rules: Rules) -> Bool[Array, "R T S"] | 
         if rules.chunk_size is not None:
             parts.append(at // rules.chunk_size == of // rules.chunk_size)
         if rules.mask_fn is not None:
-            ids, key_ids = (jnp.ones_like(x.positions) if x.segment_ids is None else x.segment_ids for x in (query, key))
+            ids = jnp.ones_like(query.positions) if query.segment_ids is None else query.segment_ids
+            key_ids = jnp.ones_like(key.positions) if key.segment_ids is None else key.segment_ids
             parts.append(_call(rules.mask_fn, at, of, ids[:, :, None], key_ids[:, None, :]))
     if not parts:
         return None

@@ -5,10 +5,12 @@ Invariant 6: *a combination of options is verified, or refused with the reason a
 signature and in neither table would be silently ignored: a test compares them.
 """
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -37,8 +39,8 @@ class Schedule(NamedTuple):
       ulysses_size: devices that exchange heads for sequence in strategy ``"usp"``; None picks the largest that fits.
       rotate: in the backward pass, what travels: ``"keys"`` (K, V, dK, dV), ``"queries"`` (Q, dO, statistics, dQ), or
         ``"auto"``, whichever moves fewer bytes.
-      gradient_dtype: dtype in which the travelling gradient is sent: ``"float32"``, or ``"bfloat16"`` for half the
-        bytes; see docs/algorithm.md for the measured error.
+      gradient_dtype: dtype in which the travelling gradient is sent: ``"float32"`` (float64 for float64 arrays), or
+        ``"bfloat16"`` for half the bytes; see docs/algorithm.md for the measured error.
     """
 
     two_directions: bool = False
@@ -235,6 +237,9 @@ def check(**keywords: Any) -> None:
     for name in ("mask_fn", "score_fn"):
         if keywords[name] is not None and not callable(keywords[name]):
             raise TypeError(f"{name} must be a function; got {type(keywords[name]).__name__}")
+    closed_over = [cell.cell_contents for cell in getattr(keywords["score_fn"], "__closure__", None) or ()]
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(closed_over)):
+        raise ValueError("score_fn closes over a traced array, which would get no gradient; pass it in score_args")
     if not isinstance(keywords["score_args"], (tuple, list)):
         raise TypeError(f"score_args must be a tuple of arrays; got {type(keywords['score_args']).__name__}")
     if keywords["score_args"] and keywords["score_fn"] is None:
@@ -252,9 +257,11 @@ def _check_numbers(keywords: dict[str, Any], schedule: Schedule) -> None:
     scale = keywords["scale"]
     if scale is not None and not isinstance(scale, (numbers.Real, np.floating)):
         raise TypeError(f"scale must be a Python number; got {scale!r}. Multiply the query by a learned temperature")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite; None means 1/sqrt(head size)")
     cap, rate = keywords["logits_soft_cap"], keywords["dropout_rate"]
     for name, value in (("logits_soft_cap", cap), ("dropout_rate", rate)):
-        if value is not None and not isinstance(value, (numbers.Real, np.floating)):
+        if not isinstance(value, (numbers.Real, np.floating)) and (value is not None or name == "dropout_rate"):
             raise TypeError(f"{name} must be a Python number, known when the function is traced; got {value!r}")
     if cap is not None and not 0 < cap < np.inf:
         raise ValueError(f"logits_soft_cap={cap} must be positive and finite; None means no cap")
@@ -356,4 +363,4 @@ def as_row(name: str, value: Any, size: int, kind: Any) -> Array | None:
         raise TypeError(f"{name} must be {'integers' if kind is jnp.integer else 'floating point'}; got {x.dtype}")
     if x.shape != (size,):
         raise ValueError(f"{name} must have shape [{size}]; got {list(x.shape)}")
-    return x
+    return x.astype(jnp.int32) if kind is jnp.integer else x

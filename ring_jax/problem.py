@@ -157,16 +157,18 @@ def _is_real(spec: Spec, index: Array, side: int, counts: Array | None) -> Array
 def open_problem(spec: Spec, grid: Grid, inputs: Inputs) -> Problem:
     """Bring the caller's arrays into the kernel's layout."""
     batch, kv_heads = inputs.key.shape[0], inputs.key.shape[2]
-    rows = max([1, *(x.shape[0] for x in jax.tree.leaves((inputs[7:11])))])
+    by_row = inputs.query_tokens, inputs.key_tokens, inputs.query_lengths, inputs.key_lengths
+    rows = max([1, *(x.shape[0] for x in jax.tree.leaves(by_row))])
     layout = HeadLayout(rows, kv_heads)
     counts = inputs.query_lengths, inputs.key_lengths
-    if any(x is not None for x in counts):  # both sides need segment ids then
-        counts = tuple(jnp.full((batch,), jnp.iinfo(jnp.int32).max) if x is None else x for x in counts)
+    if counts != (None, None):  # both sides need segment ids then
+        no_end = jnp.full((batch,), jnp.iinfo(jnp.int32).max)
+        counts = no_end if counts[0] is None else counts[0], no_end if counts[1] is None else counts[1]
     sides = []
     for side, (given, x, count) in enumerate(
         zip((inputs.query_tokens, inputs.key_tokens), (inputs.query, inputs.key), counts, strict=True)
     ):
-        index = grid.index(spec.layout, inputs.place.rank // grid.ulysses, x.shape[1])
+        index = grid.token_index(spec.layout, inputs.place.rank // grid.ulysses, x.shape[1])
         given = jax.tree.map(lambda y, n=x.shape[1]: jnp.broadcast_to(y, (rows, n)), given)
         if given.segment_ids is not None:
             real = _is_real(spec, index, side, count)
@@ -208,6 +210,7 @@ def _words(layout: HeadLayout, inputs: Inputs, tokens: Tokens, given: Tokens) ->
     if given.segment_ids is None and inputs.query_lengths is None and inputs.key_lengths is None:
         tokens = tokens._replace(segment_ids=None)
     tokens = jax.tree.map(lambda x: jnp.repeat(x, batch // len(x), axis=0), tokens)
+    assert tokens.positions is not None
     words = dropout.query_words(inputs.seed, rows, heads, tokens.positions, tokens.segment_ids)
     return layout.tokens(jnp.swapaxes(words, 1, 2), True)
 
@@ -224,6 +227,12 @@ def put_columns(x: Array | None, part: Array | None, first: Array, count: int) -
     if x is None or part is None or x.shape[-1] == 1 or x.shape[-1] == count:
         return part
     return lax.dynamic_update_slice_in_dim(x, part, first, axis=-1)
+
+
+def wire_dtype(problem: Problem) -> Any:
+    """Dtype in which a gradient is sent before it is complete: that of its sum, unless half of it was asked for."""
+    wide = jnp.promote_types(problem.queries.query.dtype, jnp.float32)
+    return wide if problem.spec.schedule.gradient_dtype == "float32" else jnp.dtype(jnp.bfloat16)
 
 
 def zeros(problem: Problem, shape: tuple[int, ...]) -> Array:

@@ -74,21 +74,21 @@ def reference_attention(
     batch, length, num_heads, head_dim = query.shape
     lengths, num_kv_heads = (length, key.shape[1]), key.shape[2]
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    query_tokens, key_tokens = _tokens(keywords, batch, lengths)
+    (positions, segment_ids), (key_positions, key_segment_ids) = _tokens(keywords, batch, lengths)
     grouped = query.astype(dtype).reshape(batch, length, num_kv_heads, -1, head_dim)
     scale = head_dim**-0.5 if scale is None else scale
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key.astype(dtype), precision="highest")
     scores = scores.reshape(batch, num_heads, *lengths) * jnp.asarray(scale, dtype)
     if logits_soft_cap is not None:
         scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
-    at, of = query_tokens.positions[:, None, :, None], key_tokens.positions[:, None, None, :]
     if score_fn is not None:
+        at, of = positions[:, None, :, None], key_positions[:, None, None, :]
         heads = jnp.arange(num_heads, dtype=jnp.int32)[:, None, None]
         scores = jnp.asarray(score_fn(scores, at, of, heads, *score_args)).astype(dtype)
     bias = options.as_pairwise("bias", bias, (batch, num_heads, *lengths))
     scores = scores if bias is None else scores + bias.astype(dtype)
     rules = masks.Rules(bool(is_causal), options.window_of(local_window_size), chunk_size, mask_fn)
-    allowed = masks.visible(query_tokens, key_tokens, rules)
+    allowed = masks.visible(Tokens(positions, segment_ids), Tokens(key_positions, key_segment_ids), rules)
     allowed = jnp.ones((1, 1, *lengths), bool) if allowed is None else allowed[:, None]
     dense = options.as_pairwise("mask", mask, (batch, num_heads, *lengths))
     allowed = jnp.broadcast_to(allowed if dense is None else allowed & dense, scores.shape)
@@ -101,13 +101,17 @@ def reference_attention(
     lse = jnp.where(seen, top[..., 0] + jnp.log(total), -jnp.inf)
     weights = weights / total[..., None]
     if sinks is not None:
-        sinks = options.as_row("sinks", sinks, num_heads, jnp.floating)
-        weights *= jax.nn.sigmoid(jnp.where(seen, lse, -jnp.inf) - sinks.astype(dtype)[:, None])[..., None]
+        sinks = jnp.asarray(options.as_row("sinks", sinks, num_heads, jnp.floating), dtype)
+        weights *= jax.nn.sigmoid(jnp.where(seen, lse, 0) - sinks[:, None])[..., None]
     if dropout_rate:
-        ids = query_tokens.segment_ids
-        at, of, ids = (None if x is None else jnp.broadcast_to(x, (batch, x.shape[1])) for x in (at[:, 0, :, 0], of[:, 0, 0], ids))
-        tokens = {"query_positions": at, "key_positions": of, "query_segments": ids}
-        kept = dropout.keep_mask(dropout_seed, dropout_rate, num_heads=num_heads, **tokens)
+        kept = dropout.keep_mask(
+            dropout_seed,
+            dropout_rate,
+            num_heads=num_heads,
+            query_positions=jnp.broadcast_to(positions, (batch, length)),
+            key_positions=jnp.broadcast_to(key_positions, (batch, lengths[1])),
+            query_segments=None if segment_ids is None else jnp.broadcast_to(segment_ids, (batch, length)),
+        )
         weights = jnp.where(kept, weights / (1 - dropout_rate), 0)
     weights = weights.reshape(batch, num_kv_heads, -1, *lengths)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value.astype(dtype), precision="highest")
@@ -115,7 +119,7 @@ def reference_attention(
     return (out, lse.transpose(0, 2, 1)) if return_residual else out
 
 
-def _tokens(keywords: dict[str, Any], batch: int, lengths: tuple[int, int]) -> list[Tokens]:
+def _tokens(keywords: dict[str, Any], batch: int, lengths: tuple[int, int]) -> list[tuple[Array, Array | None]]:
     """Positions and segment ids of both sides, with sequence lengths turned into padding."""
     positions = options.as_pair("positions", keywords["positions"], batch, lengths)
     segments = options.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
@@ -130,5 +134,5 @@ def _tokens(keywords: dict[str, Any], batch: int, lengths: tuple[int, int]) -> l
             ids = jnp.ones((1, length), jnp.int32)
         if count is not None:
             ids = jnp.where(index < count[:, None], ids, 0)
-        sides.append(Tokens(index if at is None else at, ids))
+        sides.append((index if at is None else at, ids))
     return sides

@@ -10,7 +10,7 @@ computes scores again from the global lse and the final output; nothing is kept 
 one step's own lse, or did not send dK and dV home, would have the right loss.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ring_jax import layouts, routes, travel
 from ring_jax.kernels import xla
 from ring_jax.kernels.tiles import Keys, Pairs, float_args
 from ring_jax.kernels.xla import Cotangents, Gradients
-from ring_jax.problem import Problem, columns, put_columns, zeros
+from ring_jax.problem import Problem, columns, put_columns, wire_dtype, zeros
 
 
 def forward(problem: Problem, carry: xla.Carry) -> xla.Carry:
@@ -35,8 +35,12 @@ def forward(problem: Problem, carry: xla.Carry) -> xla.Carry:
         return carry
 
     plan = routes.reachable(grid, problem.reach)
-    two_directions = problem.spec.schedule.two_directions
-    return travel.walk(grid, plan, two_directions, attend, carry, halves.split(problem.keys))
+    return travel.walk(grid, plan, two_directions(problem), attend, carry, halves.split(problem.keys))
+
+
+def two_directions(problem: Problem) -> bool:
+    """Asked for, and there is a ring."""
+    return problem.spec.schedule.two_directions and problem.grid.num_places > 1
 
 
 def backward(problem: Problem, cotangents: Cotangents) -> Gradients:
@@ -47,16 +51,14 @@ def backward(problem: Problem, cotangents: Cotangents) -> Gradients:
 
 
 def _backward_with_keys(problem: Problem, cotangents: Cotangents) -> Gradients:
-    halves, grid, schedule = _Halves(problem), problem.grid, problem.spec.schedule
+    halves, grid = _Halves(problem), problem.grid
 
     def step(acc: Gradients, blocks: tuple[Keys, ...], group: int, offsets: Array):
         grads = []
         for half, block in enumerate(blocks):
             source = grid.source(problem.place.rank, group, offsets[half])
             keys, pairs = halves.arrived(block, source, half), halves.pairs(problem.pairs, source, half)
-            sums = acc._replace(
-                keys=zeros(problem, keys.kv.shape), bias=halves.columns(acc.bias, source, half)
-            )
+            sums = acc._replace(keys=zeros(problem, keys.kv.shape), bias=halves.columns(acc.bias, source, half))
             sums = xla.backward_block(
                 sums, problem.queries, cotangents, keys, pairs, problem.spec.scores, halves.tile_sizes
             )
@@ -72,20 +74,22 @@ def _backward_with_keys(problem: Problem, cotangents: Cotangents) -> Gradients:
         zero_args(problem),
     )
     plan, blocks = routes.reachable(grid, problem.reach), halves.split(problem.keys)
-    acc, home = travel.tour(grid, plan, schedule.two_directions, step, acc, blocks, schedule.gradient_dtype)
+    acc, home = travel.tour(grid, plan, two_directions(problem), step, acc, blocks, wire_dtype(problem))
     return acc._replace(keys=zeros(problem, problem.keys.kv.shape) if home is None else halves.join(home))
 
 
 def _backward_with_queries(problem: Problem, cotangents: Cotangents) -> Gradients:
     """The same with queries, cotangents and dQ on the road, keys and dK, dV at home."""
     grid, place = problem.grid, problem.place.rank // problem.grid.ulysses
-    index = grid.index(problem.spec.layout, place, problem.lengths[1])
+    index = grid.token_index(problem.spec.layout, place, problem.lengths[1])
     at_home = problem.keys._replace(tokens=problem.key_tokens(problem.keys.tokens, index))
     sizes = problem.tile_sizes(problem.lengths[1])
 
     def step(acc: Gradients, blocks: tuple, group: int, offsets: Array):
         ((queries, moved),) = blocks
-        index = grid.index(problem.spec.layout, grid.source(problem.place.rank, group, offsets[0]), problem.lengths[0])
+        index = grid.token_index(
+            problem.spec.layout, grid.source(problem.place.rank, group, offsets[0]), problem.lengths[0]
+        )
         queries = queries._replace(tokens=problem.query_tokens(queries.tokens, index))
         sums = acc._replace(query=zeros(problem, queries.query.shape))
         sums = xla.backward_block(sums, queries, moved, at_home, problem.pairs, problem.spec.scores, sizes)
@@ -95,7 +99,7 @@ def _backward_with_queries(problem: Problem, cotangents: Cotangents) -> Gradient
     # Queries that are (a, b) on meet the keys that would have come from (-a, -b).
     plan = routes.opposite(grid, routes.reachable(grid, problem.reach))
     blocks = ((problem.queries._replace(tokens=problem.given_tokens), cotangents),)
-    acc, home = travel.tour(grid, plan, False, step, acc, blocks, problem.spec.schedule.gradient_dtype)
+    acc, home = travel.tour(grid, plan, False, step, acc, blocks, wire_dtype(problem))
     return acc._replace(query=zeros(problem, problem.queries.query.shape) if home is None else home[0])
 
 
@@ -119,9 +123,7 @@ def bytes_a_hop(problem: Problem, cotangents: Cotangents) -> tuple[int, int]:
     K, V in the dtype of the arrays and dK, dV in the gradient dtype, against Q, dO in theirs, lse and delta in float32
     and dQ in the gradient dtype; and what tokens and options add to either.
     """
-    query, kv = problem.queries.query, problem.keys.kv
-    wide = jnp.promote_types(query.dtype, jnp.float32).itemsize
-    sent = min(wide, jnp.dtype(problem.spec.schedule.gradient_dtype).itemsize)
+    query, kv, sent = problem.queries.query, problem.keys.kv, wire_dtype(problem).itemsize
     queries = problem.queries._replace(tokens=problem.given_tokens), cotangents
     by_keys, by_queries = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (problem.keys, queries))
     return by_keys + kv.size * sent, by_queries + query.size * sent
@@ -135,7 +137,7 @@ class _Halves:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.count = 2 if problem.spec.schedule.two_directions else 1
+        self.count = 2 if two_directions(problem) else 1
         self.keys = problem.lengths[1]
         size, ulysses = problem.grid.num_devices, problem.grid.ulysses
         self.chunks = self.keys // layouts.chunk_length(problem.spec.layout, self.keys // ulysses, size)
@@ -174,7 +176,7 @@ class _Halves:
 
     def arrived(self, block: Keys, source: Array, half: int) -> Keys:
         """The block with the tokens that did not travel."""
-        index = self.problem.grid.index(self.problem.spec.layout, source, self.keys)
+        index = self.problem.grid.token_index(self.problem.spec.layout, source, self.keys)
         return block._replace(tokens=self.problem.key_tokens(block.tokens, self.take(index, 0, half)))
 
     def columns(self, x: Array | None, source: Array, half: int) -> Array | None:
@@ -187,7 +189,7 @@ class _Halves:
         if x is None or x.shape[-1] == 1:
             return part
         if self.count == 2:
-            both = columns(x, source * self.keys, self.keys)
+            both = cast(Array, columns(x, source * self.keys, self.keys))
             cut = both.reshape(*both.shape[:-1], self.chunks, 2, -1)
             part = cut.at[..., half, :].set(part.reshape(*part.shape[:-1], self.chunks, -1)).reshape(both.shape)
         return put_columns(x, part, source * self.keys, self.keys)

@@ -67,7 +67,7 @@ class Grid(NamedTuple):
         o, i = place // self.inner, place % self.inner
         return ((o - group) % self.groups) * self.inner + (i - offset) % self.inner
 
-    def index(self, layout: str | None, place: Array, local: int) -> Array:
+    def token_index(self, layout: str | None, place: Array, local: int) -> Array:
         """Index in natural order (without a named layout: in the array) of each token of a place, int32 [local]."""
         length = local // self.ulysses
         shards = [

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -43,7 +44,7 @@ def ring_attention(
     implementation: str | None = None,
     schedule: Schedule | None = None,
     return_residual: bool = False,
-    axis_name: str = "sequence",
+    axis_name: str | None = "sequence",
     batch_axis: Any = "data",
     head_axis: Any = "tensor",
 ) -> Result:
@@ -63,9 +64,11 @@ def ring_attention(
       segment_ids, positions: int shards ``[B, S]`` or ``[S]``, or a pair (query's, keys').
       scale, is_causal, local_window_size, chunk_size, logits_soft_cap, mask_fn, score_fn, score_args, dropout_rate,
         dropout_seed, layout, implementation, schedule, return_residual: as in `dot_product_attention`.
-      axis_name: the mesh axis that the sequence is sharded over.
+      axis_name: the mesh axis that the sequence is sharded over; None where it is not cut. Outside of ``shard_map``
+        there is one device, whatever the name.
       batch_axis, head_axis: the axes that batch rows and heads are sharded over, where they are: they tell
-        ``score_fn`` and dropout the numbers of this device's heads and rows in the whole model.
+        ``score_fn`` and dropout the numbers of this device's heads and rows in the whole model. Under
+        ``check_vma=False`` nothing tells whether rows or heads are cut: pass None where they are not.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, or ``(out, lse)`` with lse ``[B, T, N]`` in float32 (float64 for
@@ -92,7 +95,9 @@ def ring_attention(
     return attend("ring", dict(locals()))
 
 
-def all_gather_attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **keywords: Any) -> Result:
+def all_gather_attention(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **keywords: Any
+) -> Result:
     """Attend as `ring_attention` does, by gathering keys and values of the whole axis once.
 
     The same arguments, results and errors; dK and dV are summed by a reduce-scatter. It holds K and V of the whole
@@ -162,10 +167,16 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     arrays = [keywords.pop(name) for name in ("query", "key", "value")]
     options.check(**keywords, strategy=strategy)
     options.check_arrays(*arrays)
-    axis_name, (query, key, _) = placement["axis_name"], arrays
+    axis_name, (query, key, value) = placement["axis_name"] or "", arrays
+    outside = sorted(jax.sharding.get_abstract_mesh().manual_axes)
+    if axis_name and outside and axis_name not in outside:
+        raise ValueError(
+            f"{axis_name=} is none of the axes that shard_map has made manual here ({', '.join(outside)}), so each "
+            "device would attend to its own shard alone; name the axis of the sequence, or None if it is not cut"
+        )
     spec = make_spec(query, key, keywords, axis_name, strategy, (query.shape[2], key.shape[2]))
     size = manual.axis_size(axis_name)
-    inputs = make_inputs(*arrays, keywords, size)
+    inputs = make_inputs(query, key, value, keywords, size)
     first_row = manual.first_index(placement["batch_axis"], inputs.query, query.shape[0])
     first_head = manual.first_index(placement["head_axis"], inputs.query, query.shape[2])
     inputs = inputs._replace(place=Place(manual.axis_index(axis_name), first_row, first_head))
@@ -184,7 +195,9 @@ def make_spec(
     """The static part of a call whose keywords have been checked; ``num_heads`` are those of one device."""
     scale, cap = keywords["scale"], keywords["logits_soft_cap"]
     window, chunk_size = options.window_of(keywords["local_window_size"]), keywords["chunk_size"]
-    rules = Rules(bool(keywords["is_causal"]), window, None if chunk_size is None else int(chunk_size), keywords["mask_fn"])
+    rules = Rules(
+        bool(keywords["is_causal"]), window, None if chunk_size is None else int(chunk_size), keywords["mask_fn"]
+    )
     scores = Scores(
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         None if cap is None else float(cap),
@@ -203,7 +216,8 @@ def make_spec(
         bool(keywords["return_residual"]),
         keywords["schedule"] or Schedule(),
         default_positions=positions is None,
-        promised=positions is None or one_order,
+        # Positions without segment ids may restart all the same: then nothing is skipped but at run time.
+        promised=positions is None or (one_order and keywords["segment_ids"] is not None),
     )
 
 
@@ -218,7 +232,6 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
     reads = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn")
     if not any(keywords[name] not in (None, False) for name in reads) and not keywords["dropout_rate"]:
         positions = None, None
-    query_tokens, key_tokens = (Tokens(*pair) for pair in zip(positions, segments, strict=True))
     shape = (batch, num_heads, lengths[0], lengths[1] * num_shards)
     real = [
         options.as_row(name, keywords[name], batch, jnp.integer)
@@ -226,16 +239,19 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
     ]
     zero = jnp.int32(0)
     return Inputs(
-        *(jnp.asarray(x) for x in (query, key, value)),
-        options.as_pairwise("bias", keywords["bias"], shape),
-        options.as_row("sinks", keywords["sinks"], num_heads, jnp.floating),
-        tuple(jnp.asarray(x) for x in keywords["score_args"]),
-        options.as_pairwise("mask", keywords["mask"], shape),
-        query_tokens,
-        key_tokens,
-        *(None if x is None else x.astype(jnp.int32) for x in real),
-        dropout.as_words(keywords["dropout_seed"]) if keywords["dropout_rate"] else None,
-        Place(zero, zero, zero),
+        query=jnp.asarray(query),
+        key=jnp.asarray(key),
+        value=jnp.asarray(value),
+        bias=options.as_pairwise("bias", keywords["bias"], shape),
+        sinks=options.as_row("sinks", keywords["sinks"], num_heads, jnp.floating),
+        score_args=tuple(jnp.asarray(x) for x in keywords["score_args"]),
+        mask=options.as_pairwise("mask", keywords["mask"], shape),
+        query_tokens=Tokens(positions[0], segments[0]),
+        key_tokens=Tokens(positions[1], segments[1]),
+        query_lengths=real[0],
+        key_lengths=real[1],
+        seed=dropout.as_words(keywords["dropout_seed"]) if keywords["dropout_rate"] else None,
+        place=Place(zero, zero, zero),
     )
 
 

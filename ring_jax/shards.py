@@ -4,12 +4,13 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_jax import layouts
-from ring_jax.problem import Inputs
+from ring_jax.problem import Inputs, Spec
 
 type Axis = str | tuple[str, ...] | None
 
@@ -22,8 +23,8 @@ class Shards(NamedTuple):
     batch: tuple[str, ...]
     heads: tuple[str, ...]
     sequence: tuple[str, ...]
-    all_batch: tuple[str, ...]  # with those that are manual outside already
-    all_heads: tuple[str, ...]
+    outer_batch: tuple[str, ...]  # those that are manual outside already
+    outer_heads: tuple[str, ...]
 
     def size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[name] for name in axes)
@@ -51,22 +52,25 @@ class Shards(NamedTuple):
         def tokens(x: Array) -> PartitionSpec:
             return PartitionSpec((self.batch or None) if x.shape[0] > 1 else None, self.sequence or None)
 
-        def alike(spec: PartitionSpec, tree: Any) -> Any:
+        def alike(spec: Any, tree: Any) -> Any:
             return jax.tree.map(lambda _: spec, tree)
 
         whole, rows = PartitionSpec(), PartitionSpec(self.batch or None)
-        specs: Any = Inputs(
-            *(alike(self.arrays, x) for x in inputs[:3]),
-            self.pairwise(inputs.bias),
-            alike(PartitionSpec(self.heads or None), inputs.sinks),
-            alike(whole, inputs.score_args),
-            self.pairwise(inputs.mask),
-            *(jax.tree.map(tokens, x) for x in (inputs.query_tokens, inputs.key_tokens)),
-            *(alike(rows, x) for x in (inputs.query_lengths, inputs.key_lengths)),
-            alike(whole, inputs.seed),
-            alike(whole, inputs.place),
+        return Inputs(
+            query=alike(self.arrays, inputs.query),
+            key=alike(self.arrays, inputs.key),
+            value=alike(self.arrays, inputs.value),
+            bias=self.pairwise(inputs.bias),
+            sinks=alike(PartitionSpec(self.heads or None), inputs.sinks),
+            score_args=alike(whole, inputs.score_args),
+            mask=self.pairwise(inputs.mask),
+            query_tokens=jax.tree.map(tokens, inputs.query_tokens),
+            key_tokens=jax.tree.map(tokens, inputs.key_tokens),
+            query_lengths=alike(rows, inputs.query_lengths),
+            key_lengths=alike(rows, inputs.key_lengths),
+            seed=alike(whole, inputs.seed),
+            place=alike(whole, inputs.place),
         )
-        return specs
 
 
 def make_shards(mesh, batch_axis: Axis, head_axis: Axis, sequence_axis: str | None) -> Shards | None:
@@ -83,19 +87,16 @@ def make_shards(mesh, batch_axis: Axis, head_axis: Axis, sequence_axis: str | No
             f"axis_name={sequence_axis!r}) on the local shards instead"
         )
 
-    def named(axis: Axis) -> tuple[str, ...]:
+    def named(axis: Axis, outer: bool = False) -> tuple[str, ...]:
         names = (axis,) if isinstance(axis, str) else tuple(axis or ())
-        return tuple(name for name in names if name in mesh.shape)
+        return tuple(name for name in names if name in mesh.shape and (name in manual_axes) == outer)
 
-    def present(axis: Axis) -> tuple[str, ...]:
-        return tuple(name for name in named(axis) if name not in manual_axes)
-
-    batch, heads, sequence = present(batch_axis), present(head_axis), present(sequence_axis)
+    batch, heads, sequence = named(batch_axis), named(head_axis), named(sequence_axis)
     used = [*batch, *heads, *sequence]
     if len(set(used)) < len(used):
         raise ValueError(f"a mesh axis may cut one dimension only; got {batch_axis=}, {head_axis=}, {sequence_axis=}")
     names = tuple(name for name in mesh.axis_names if name not in manual_axes)
-    return Shards(mesh, names, batch, heads, sequence, named(batch_axis), named(head_axis))
+    return Shards(mesh, names, batch, heads, sequence, named(batch_axis, True), named(head_axis, True))
 
 
 def check_sizes(query: Any, key: Any, shards: Shards) -> None:
@@ -125,66 +126,92 @@ def place(shards: Shards, tree: Any, specs: Any) -> Any:
     return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(shards.mesh, spec)), tree, specs)
 
 
-class Padding(NamedTuple):
-    """For queries and keys: real length, padded length, and the index in the array of each padded slot."""
+class Side(NamedTuple):
+    """Queries or keys: real and padded length, and the index in the array of each padded slot (padding: the length)."""
 
-    sides: tuple[tuple[int, int, np.ndarray], tuple[int, int, np.ndarray]]
+    length: int
+    padded: int
+    slots: np.ndarray
+
+    def insert(self, shards: Shards, x: Array, axis: int) -> Array:
+        """The array with zeros in the slots of padding."""
+        if self.length == self.padded:
+            return x
+        if (self.slots[: self.length] == np.arange(self.length)).all():
+            widths = [(0, self.padded - self.length if i == axis else 0) for i in range(x.ndim)]
+            return jnp.pad(_whole(shards, x, axis), widths)
+        return _take(shards, x, self.slots, axis)
+
+    def remove(self, shards: Shards, x: Array) -> Array:
+        """The array without the slots of padding, for axis 1."""
+        if self.length == self.padded:
+            return x
+        order = np.argsort(self.slots, kind="stable")[: self.length]
+        if (order == np.arange(self.length)).all():
+            return _whole(shards, x, 1)[:, : self.length]
+        return _take(shards, x, order, 1)
+
+
+class Padding(NamedTuple):
+    """What is added to either side."""
+
+    query: Side
+    key: Side
 
     @property
     def is_none(self) -> bool:
-        return all(length == padded for length, padded, _ in self.sides)
+        return all(side.length == side.padded for side in self)
 
-    def insert(self, shards: Shards, x: Any, axis: int, side: int) -> Any:
-        """Zeros in the padded slots of an axis."""
-        length, padded, slots = self.sides[side]
-        return x if length == padded else _take(shards, x, slots, axis)
 
-    def remove(self, shards: Shards, x: Array) -> Array:
-        """Queries without the padded slots."""
-        length, padded, slots = self.sides[0]
-        return x if length == padded else _take(shards, x, np.flatnonzero(slots < length), 1)
+def _whole(shards: Shards, x: Array, axis: int) -> Array:
+    """On Explicit meshes: the array with that axis not cut."""
+    if not is_explicit(shards):
+        return x
+    spec: list[Any] = [None] * x.ndim
+    if x.shape[0] % shards.size(shards.batch) == 0:
+        spec[0] = shards.batch or None
+    if x.ndim == 4 and axis == 1 and x.shape[2] % shards.size(shards.heads) == 0:
+        spec[2] = shards.heads or None
+    return jax.sharding.reshard(x, NamedSharding(shards.mesh, PartitionSpec(*spec)))
 
 
 def _take(shards: Shards, x: Array, index: np.ndarray, axis: int) -> Array:
     """Entries of an axis, 0 where the index lies outside."""
-    spec = [None] * x.ndim
-    if x.ndim > 1 and x.shape[0] % shards.size(shards.batch) == 0:
-        spec[0] = shards.batch or None
-    where = (slice(None),) * axis + (index,)
+    x, where = _whole(shards, x, axis), (slice(None),) * axis + (index,)
     if not is_explicit(shards):
         return x.at[where].get(mode="fill", fill_value=0)
-    sharding = NamedSharding(shards.mesh, PartitionSpec(*spec))
-    return jax.sharding.reshard(x, sharding).at[where].get(mode="fill", fill_value=0, out_sharding=sharding)
+    return x.at[where].get(mode="fill", fill_value=0, out_sharding=jax.typeof(x).sharding)
 
 
-def pad(shards: Shards, layout: str | None, inputs: Inputs) -> tuple[Inputs, Padding]:
-    """Fill both sequences up to lengths that the layout can cut evenly."""
-    size = shards.size(shards.sequence)
-    sides = []
-    for x in (inputs.query, inputs.key):
-        padded, slots = layouts.padded_slots(layout or "contiguous", x.shape[1], size)
-        sides.append((x.shape[1], padded, slots))
-    padding = Padding(tuple(sides))
+def pad(shards: Shards, spec: Spec, inputs: Inputs) -> tuple[Inputs, Padding]:
+    """Fill both sequences up to lengths that the layout, and two directions, can cut evenly."""
+    size, cut = shards.size(shards.sequence), 2 if spec.schedule.two_directions else 1
+    padding = Padding(
+        *(
+            Side(x.shape[1], *layouts.padded_slots(spec.layout or "contiguous", x.shape[1], size, cut))
+            for x in (inputs.query, inputs.key)
+        )
+    )
     if padding.is_none:
         return inputs, padding
 
     def pairwise(x: Array | None) -> Array | None:
         if x is not None:
-            for axis, side in ((2, 0), (3, 1)):
-                x = x if x.shape[axis] == 1 else padding.insert(shards, x, axis, side)
+            for axis, side in zip((2, 3), padding, strict=True):
+                x = x if x.shape[axis] == 1 else side.insert(shards, x, axis)
         return x
 
-    def tokens(tree: Any, side: int) -> Any:
-        return jax.tree.map(lambda x: padding.insert(shards, x, 1, side), tree)
+    def tokens(tree: Any, side: Side) -> Any:
+        return jax.tree.map(lambda x: side.insert(shards, x, 1), tree)
 
     return inputs._replace(
-        query=padding.insert(shards, inputs.query, 1, 0),
-        key=padding.insert(shards, inputs.key, 1, 1),
-        value=padding.insert(shards, inputs.value, 1, 1),
+        query=padding.query.insert(shards, inputs.query, 1),
+        key=padding.key.insert(shards, inputs.key, 1),
+        value=padding.key.insert(shards, inputs.value, 1),
         bias=pairwise(inputs.bias),
         mask=pairwise(inputs.mask),
-        query_tokens=tokens(inputs.query_tokens, 0),
-        key_tokens=tokens(inputs.key_tokens, 1),
+        query_tokens=tokens(inputs.query_tokens, padding.query),
+        key_tokens=tokens(inputs.key_tokens, padding.key),
     ), padding
 
 

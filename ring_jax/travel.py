@@ -56,8 +56,7 @@ def tour(
 
     def send(tree: Any, hop: Callable[[Any], Any]) -> Any:
         wide = jax.tree.map(lambda x: x.dtype, tree)
-        narrow = jax.tree.map(lambda x: x.astype(dtype) if x.dtype.itemsize > jnp.dtype(dtype).itemsize else x, tree)
-        return jax.tree.map(lambda x, wide: x.astype(wide), hop(narrow), wide)
+        return jax.tree.map(lambda x, wide: x.astype(wide), hop(jax.tree.map(lambda x: x.astype(dtype), tree)), wide)
 
     home, riding, at = None, None, 0
     for group, tracks, here in _groups(grid, plan, two_directions, blocks):
@@ -103,7 +102,9 @@ def _tour_group(grid: Grid, tracks: Plan, group: int, step, acc, here: Blocks, s
             (acc, here, riding), _ = _scan(ride, (acc, here, riding), table[t : t + count])
         else:
             arriving = _hop(grid, here, move)
-            acc, home, riding = _one(grid, moves, t, not any(first), step, acc, here, group, table[t], home, riding, send)
+            acc, home, riding = _one(
+                grid, moves, t, not any(first), step, acc, here, group, table[t], home, riding, send
+            )
             here = arriving
         t += count
     acc, home, riding = _one(grid, moves, t, not any(first), step, acc, here, group, table[t], home, riding, send)

@@ -1,6 +1,6 @@
 """Ulysses: devices exchange heads for sequence, attend to whole heads, and exchange back.
 
-    before  [B, T, N, H]: every head of this device's tokens        after  [B, u * T, N / u, H]: all tokens of some heads
+    before  [B, T, N, H]: all heads of this device's tokens      after  [B, u * T, N / u, H]: some heads of all tokens
 
 Key/value heads go where their query heads go. With fewer key/value heads than devices each is sent to all devices that
 have a query head of it; none is sent twice to one device. (Where heads do not fall evenly, devices that need fewer than
@@ -128,7 +128,7 @@ def own_heads(grid: Grid, x: Array, member: Array, axis: int) -> Array:
 
 
 def enter_pairwise(grid: Grid, x: Array, member: Array) -> Array:
-    """A bias or mask ``[B, N, T, S]``, its axes 1 where it is the same for all, for this device's heads of the place."""
+    """A bias or mask ``[B, N, T, S]``, its axes 1 where it is the same for all, for this device's heads."""
     if x.shape[1] == 1:
         return x if x.shape[2] == 1 else _all_gather(grid, x, 2)
     return own_heads(grid, x, member, 1) if x.shape[2] == 1 else _all_to_all(grid, x, 1, 2)

@@ -219,7 +219,7 @@ REFUSED = [
     ({"seq_len": 64, "num_shards": 0}, "num_shards=0 must be a whole number, at least 1"),
     ({"seq_len": 64, "tile": -1}, "tile=-1 must be a whole number, at least 1"),
     ({"seq_len": 64, "chunk_size": 0}, "chunk_size=0 must be a whole number, at least 1"),
-    ({"seq_len": 64, "local_window_size": (1, -1)}, r"local_window_size=\(1, -1\) must be .* none negative"),
+    ({"seq_len": 64, "local_window_size": (1, -1)}, r"local_window_size=\(1, -1\) must not be negative"),
     ({"segment_ids": np.ones(64, int), "seq_len": 128}, "one length; got segment_ids 64, seq_len 128. Leave seq_len"),
     ({"segment_ids": np.ones((1, 1, 64), int)}, r"segment_ids must have shape \[T\] or \[B, T\]; got \(1, 1, 64\)"),
     ({"segment_ids": np.ones((2, 64), int), "positions": np.ones((3, 64), int)}, r"same rows.*got \[2, 3\] rows"),

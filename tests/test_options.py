@@ -113,7 +113,32 @@ def test_sample(part: int, capsys):
         for reason, count in refused.items():
             print(f"  {count} x {reason}")
     assert not failures, "\n".join(failures)
-    assert results["verified"] >= 3 * sum(refused.values()), "too much is refused for the sample to say anything"
+    assert results["verified"] >= 2 * sum(refused.values()), "too much is refused for the sample to say anything"
+
+
+SCHEDULES = {
+    "two directions": {"schedule": (("two_directions", True),), "window": (40, 0)},
+    "two levels": {"schedule": (("inner_size", 2),), "ring": 6, "is_causal": True, "tokens": "restart"},
+    "two levels, skipping": {"schedule": (("inner_size", 2),), "ring": 8, "layout": "contiguous", "window": (9, 0)},
+    "queries travel": {"schedule": (("rotate", "queries"),), "ring": 3, "score_fn": "alibi", "dropout": 0.3},
+    "queries travel, halo": {"schedule": (("rotate", "queries"),), "layout": "contiguous", "window": (7, 2)},
+    "bfloat16 gradients": {"schedule": (("gradient_dtype", "bfloat16"),), "is_causal": True},
+    "two by two": {"strategy": "usp", "schedule": (("ulysses_size", 2),), "bias": "BNTS", "sinks": True},
+    "all at once": {
+        "strategy": "usp",
+        "schedule": (("two_directions", True), ("inner_size", 2), ("ulysses_size", 2)),
+        "ring": 8,
+        "length": 64,
+        "tokens": "restart",
+        "is_causal": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule(name: str):
+    case = Options(**{"ring": 4, "layout": "zigzag", "length": 48, "value_dim": 12, "seed": 8} | SCHEDULES[name])
+    assert check(case) == "verified"
 
 
 @pytest.mark.slow
@@ -121,7 +146,12 @@ def test_sample(part: int, capsys):
 def test_schedules_with_options(schedule):
     strategy = "usp" if "ulysses_size" in dict(schedule) else "ring"
     case = Options(ring=4, layout="zigzag", length=48, schedule=schedule, strategy=strategy, is_causal=True, sinks=True)
-    case = dataclasses.replace(case, bias="BNTS", score_fn="alibi", dropout=0.3, tokens="restart", mask="NT", seed=2)
+    case = dataclasses.replace(case, score_fn="alibi", dropout=0.3, tokens="restart", seed=2)
+    if dict(schedule).get("rotate") != "queries":
+        case = dataclasses.replace(case, bias="BNTS", mask="NT")
+    elif "two_directions" in dict(schedule):
+        assert check(case).startswith("refused: ")
+        return
     assert check(case) == "verified"
 
 
@@ -133,6 +163,7 @@ def test_inside_shard_map(strategy: str):
     assert_matches(case, run(case, local_call(case)))
 
 
+TWO = (("two_directions", True),)
 EDGES = {
     "window of one key": Options(**FOUR, window=(0, 0)),
     "chunk of one token": Options(ring=4, layout="striped", chunk=1, sinks=True),
@@ -147,6 +178,8 @@ EDGES = {
     "uneven, 3": Options(ring=3, layout="zigzag", length=37, is_causal=True, bias="BNTS", mask="NT", dropout=0.3),
     "uneven, 5": Options(ring=5, layout="striped", length=23, tokens="packed", window=(6, 2), sinks=True),
     "uneven, 7": Options(ring=7, length=41, key_length=29, padding="both", score_fn="table", mask_fn="document"),
+    "uneven, two directions": Options(ring=3, layout="zigzag", length=15, schedule=TWO, is_causal=True, bias="BNTS"),
+    "one device, two directions": Options(length=15, schedule=TWO, is_causal=True),
     "uneven, no layout": Options(ring=3, layout="random", length=25, tokens="restart", is_causal=True, chunk=5),
     "one query": Options(ring=4, length=1, key_length=26, bias="BNTS", sinks=True),
 }

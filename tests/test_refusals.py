@@ -114,6 +114,7 @@ def test_unknown_keywords_raise(call):
         ({"chunk_size": 0}, "chunk_size=0 must be at least 1; None means no limit"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap=0.0 must be positive and finite; None means no cap"),
         ({"dropout_rate": 1.0, "dropout_seed": 0}, r"dropout_rate=1.0 must lie in \[0, 1\)"),
+        ({"scale": float("inf")}, "scale=inf must be finite"),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 needs a dropout_seed"),
         ({"score_args": (1.0,)}, "score_args are given, but no score_fn"),
         ({"sinks": jnp.ones(3)}, r"sinks must have shape \[4\]; got \[3\]"),
@@ -141,6 +142,7 @@ def test_bad_values(keywords, message):
         ({"local_window_size": (1.0, 2)}, "local_window_size must be a Python int or a pair"),
         ({"chunk_size": jnp.int32(3)}, "chunk_size must be a Python int, known when the function is traced"),
         ({"logits_soft_cap": jnp.float32(3)}, "logits_soft_cap must be a Python number"),
+        ({"dropout_rate": None}, "dropout_rate must be a Python number"),
         ({"dropout_rate": jnp.float32(0.1)}, "dropout_rate must be a Python number"),
         ({"dropout_rate": 0.1, "dropout_seed": 0.5}, "dropout_seed must be an integer"),
         ({"mask": jnp.ones((8, 8))}, "mask must be boolean, True attends; got float32"),
@@ -195,6 +197,34 @@ def test_sizes_that_do_not_fit_the_mesh(axes, shape, layout, message):
         ring_jax.dot_product_attention(jnp.ones(shape), key, key, mesh=ring_jax.make_mesh(**axes), layout=layout)
 
 
+def test_odd_shards_in_two_directions():
+    mesh, spec = ring_jax.make_mesh(sequence=2), jax.P(None, "sequence")
+    call = functools.partial(ring_jax.ring_attention, schedule=Schedule(two_directions=True))
+    with pytest.raises(ValueError, match=r"1 runs of keys .* so 3 keys a device must be a multiple of 2; pad"):
+        jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(*3 * (jnp.ones((1, 6, 2, 4)),))
+
+
+def test_an_axis_that_is_not_there():
+    """It must not count as size 1 where the arrays are cut: each device would attend to its own shard."""
+    mesh, spec = jax.make_mesh((4,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P(None, "sp")
+    for call in (ring_jax.ring_attention, ring_jax.ulysses_attention):
+        with pytest.raises(ValueError, match=r"axis_name='sequence' is none of the axes .*\(sp\).* or None if"):
+            jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(QUERY, KEY, KEY)
+    call = functools.partial(ring_jax.ring_attention, axis_name=None)
+    jax.eval_shape(
+        jax.shard_map(call, mesh=mesh, in_specs=jax.P("sp"), out_specs=jax.P("sp")), *3 * (jnp.ones((4, 8, 2, 4)),)
+    )
+
+
+def test_a_score_function_that_closes_over_what_it_should_be_given():
+    def loss(slope):
+        call = functools.partial(ring_jax.dot_product_attention, score_fn=lambda s, *ids: s * slope)
+        return call(QUERY, KEY, KEY).sum()
+
+    with pytest.raises(ValueError, match=r"score_fn closes over a traced array.*score_args"):
+        jax.grad(loss)(1.0)
+
+
 def test_wrong_call_inside_shard_map():
     mesh = ring_jax.make_mesh(sequence=2)
     spec = jax.P(None, "sequence")
@@ -220,7 +250,6 @@ def test_a_shard_that_zigzag_cannot_halve(length: int, is_causal: bool):
         (4, {"strategy": "usp", "schedule": Schedule(ulysses_size=3)}, r"ulysses_size=3 must divide .* \[1, 2, 4\]"),
         (8, {"strategy": "usp", "schedule": Schedule(ulysses_size=8)}, "4 query heads .* 8 devices"),
         (4, {"schedule": Schedule(inner_size=3)}, r"inner_size=3 must divide the 4 places .* \[1, 2, 4\]"),
-        (8, {"schedule": Schedule(two_directions=True)}, "1 keys a device must be a multiple of 2; pad"),
     ],
 )
 def test_sizes_that_do_not_fit_a_strategy(size: int, keywords, message: str):

@@ -12,6 +12,7 @@ repeats its forward bytes.
 
 import math
 
+import jax.numpy as jnp
 import pytest
 from programs import BATCH, compile_call
 
@@ -90,6 +91,14 @@ def test_chunks_are_static_where_positions_are():
 def test_an_order_without_a_name_skips_nothing():
     found = report(4, layout=None, local_window_size=(1, 0), packed=True)
     assert found.sent_bytes() >= 3 * ENTRY * HEADS[1]
+
+
+def test_given_positions_are_trusted_inside_segments_only():
+    """Without segment ids they may restart, which no promise covers: nothing is skipped but at run time."""
+    assert report(8, layout="contiguous", local_window_size=(3, 0), packed=True).count() < 7
+    positions = {"positions": jnp.arange(LOCAL)}
+    found = report(8, layout="contiguous", local_window_size=(3, 0), **positions)
+    assert found.sent_bytes() >= 7 * ENTRY * HEADS[1]
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -111,8 +111,9 @@ class Tiling(NamedTuple):
 
     def live(self) -> Array:
         """``[R, nq, nk]``, see `masks.tile_live`."""
-        sides = zip((self.queries.tokens, self.keys.tokens), self.lengths, self.sizes, strict=True)
-        live = masks.tile_live(*(masks.tile_bounds(*side) for side in sides), self.scores.rules)
+        query = masks.tile_bounds(self.queries.tokens, self.lengths[0], self.sizes[0])
+        key = masks.tile_bounds(self.keys.tokens, self.lengths[1], self.sizes[1])
+        live = masks.tile_live(query, key, self.scores.rules)
         return jnp.broadcast_to(live, (self.queries.query.shape[0], *live.shape[1:]))
 
     def live_lists(self, by_key: bool) -> tuple[Array, Array]:
@@ -179,8 +180,10 @@ class Tile(NamedTuple):
         natural = self._natural(s)
         b, kv_heads, group, t, length = natural.shape
         at, of = (tokens.positions for tokens in self._tokens())
-        heads = self.tiling.pairs.heads.reshape(1, -1, 1, 1)
-        new = self.tiling.scores.score_fn(
+        heads, score_fn = self.tiling.pairs.heads, self.tiling.scores.score_fn
+        assert at is not None and of is not None and heads is not None and score_fn is not None
+        heads = heads.reshape(1, -1, 1, 1)
+        new = score_fn(
             natural.reshape(b, kv_heads * group, t, length), at[:, None, :, None], of[:, None, None], heads, *args
         )
         shape = (b, kv_heads * group, t, length)
@@ -210,7 +213,9 @@ class Tile(NamedTuple):
     def bias(self, s: Array) -> Array:
         """Add the bias."""
         bias = self.tiling.pairs.bias
-        return s if bias is None else s + self._turn(lax.dynamic_slice(bias, *self._pair_corner(bias))[0].astype(s.dtype))
+        return (
+            s if bias is None else s + self._turn(lax.dynamic_slice(bias, *self._pair_corner(bias))[0].astype(s.dtype))
+        )
 
     def add_to_bias(self, total: Array | None, ds: Array) -> Array | None:
         """Add this tile's gradient, summed over the axes on which the bias is the same for all."""
@@ -256,9 +261,10 @@ class Tile(NamedTuple):
         rate, words = self.tiling.scores.dropout_rate, self.tiling.queries.words
         if not rate:
             return p
-        assert words is not None
+        positions = self._tokens()[1].positions
+        assert words is not None and positions is not None
         words = rows_of(words, self.row, self.starts[0], self.tiling.sizes[0], 4)
-        keep = dropout.keep(words, self._tokens()[1].positions[0], rate)
+        keep = dropout.keep(words, positions[0], rate)
         return jnp.where(self._turn(keep), p * (1 / (1 - rate)), 0)
 
 
