@@ -27,7 +27,7 @@ def config() -> TrainConfig:
             head_dim=16,
             mlp_dim=384,
             rope_theta=100.0,  # in a few hundred steps only near tokens matter: most channels turn fast
-            remat=False,
+            remat="none",
         ),
         mesh=MeshConfig(data=1, tensor=2, pipeline=2, sequence=2),
         data=DataConfig(seq_len=2048, batch_size=1, held_out_fraction=0.01),

@@ -1,7 +1,11 @@
 """The configuration of a model: sizes and numeric choices, and nothing about devices."""
 
 import dataclasses
+import math
 from typing import Literal
+
+REMAT = ("none", "layer", "attention", "offload")
+STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,21 @@ class ModelConfig:
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
     """Use the embedding table as the output head, too."""
-    remat: bool = True
-    """Keep only the input of each layer for the backward pass and recompute the rest."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding windows of the layers, in turn: a query sees that many positions before its own; None: all. (): all do."""
+    attention_soft_cap: float | None = None
+    """Attention scores become cap * tanh(scores / cap)."""
+    final_soft_cap: float | None = None
+    """The same for the logits."""
+    mtp_depth: int = 1
+    """Tokens ahead that each position predicts; from 2 on by residual blocks before the shared head."""
+    mlp_chunk: int | None = None
+    """Tokens of one pass through the MLP; less memory for its hidden layer, the same result. None: all at once."""
+    strategy: Literal["ring", "all_gather", "ulysses", "usp"] = "ring"
+    """How the devices of the sequence axis share attention."""
+    remat: Literal["none", "layer", "attention", "offload"] = "layer"
+    """What the backward pass finds: everything; the input of each layer, the rest is computed again; with the output
+    and statistics of attention, so that the ring does not turn again; these in host memory."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matmuls; parameters, norms, softmax statistics and the loss are float32 always."""
 
@@ -51,6 +68,22 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             found.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings; use {self.head_dim + 1}")
+        if self.num_layers % max(1, len(self.windows)):
+            found.append(
+                f"model.num_layers={self.num_layers} must be a multiple of the {len(self.windows)} entries of "
+                f"model.windows, which the layers take in turn; use a pattern of another length"
+            )
+        least = {"windows": 0, "mtp_depth": 1, "mlp_chunk": 1}
+        for name, value in [("windows", w) for w in self.windows] + [(n, getattr(self, n)) for n in list(least)[1:]]:
+            if value is not None and value < least[name]:
+                found.append(f"model.{name} holds {value}, which must be at least {least[name]}")
+        for name in ("attention_soft_cap", "final_soft_cap"):
+            cap = getattr(self, name)
+            if cap is not None and not 0 < cap < math.inf:
+                found.append(f"model.{name}={cap} must be greater than 0 and finite; None means no cap")
+        for name, known in (("remat", REMAT), ("strategy", STRATEGIES)):
+            if getattr(self, name) not in known:
+                found.append(f"model.{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
             found.append(
                 f'model.compute_dtype={self.compute_dtype!r} must be "float32" or "bfloat16"; choose one of them'

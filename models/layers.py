@@ -1,8 +1,8 @@
 """The blocks of a decoder layer.
 
 Every block takes its sizes from its weights, so one code runs on whole weights and, inside a `shard_map`, on local
-shards: heads and MLP columns are cut over the `tensor` axis (column-parallel in, row-parallel out), and the partial
-products of the last matmul are summed over it. Activations between blocks are whole on every tensor shard.
+shards: heads and MLP columns are cut over the `tensor` axis (column-parallel in, row-parallel out). Between blocks each
+tensor shard holds its part of the tokens, see `models.collectives`, which also gathers the weights.
 
 Parameters are float32; they are cast to the type of the activations where they are used. They are created stacked,
 [L, ...]; `lax.scan` hands `__call__` the slice of one layer.
@@ -19,8 +19,16 @@ from jaxtyping import Float, Int
 
 import ring_jax
 from models.config import ModelConfig
-from models.sharding import RULES, psum
+from models.collectives import gather_tokens, gather_weight, scatter_tokens
+from models.sharding import RULES
 from ring_jax import manual
+
+STRATEGIES = {
+    "ring": ring_jax.ring_attention,
+    "all_gather": ring_jax.all_gather_attention,
+    "ulysses": ring_jax.ulysses_attention,
+    "usp": ring_jax.usp_attention,
+}
 
 type Positions = Int[Array, "B T"] | Int[Array, " T"]
 
@@ -80,7 +88,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         layers, d, n = config.num_layers, config.embed_dim, config.num_heads
         k, h = config.num_kv_heads, config.head_dim
-        self.rope_theta = config.rope_theta
+        self.rope_theta, self.strategy, self.soft_cap = config.rope_theta, config.strategy, config.attention_soft_cap
         self.query = random_weight(rngs, (layers, d, n, h), fan_in=d)
         self.key = random_weight(rngs, (layers, d, k, h), fan_in=d)
         self.value = random_weight(rngs, (layers, d, k, h), fan_in=d)
@@ -88,24 +96,35 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Positions, segment_ids: Positions | None, *, layout: str
-    ) -> Float[Array, "B T D"]:
+        self,
+        x: Float[Array, "B t D"],
+        positions: Positions,
+        segment_ids: Positions | None,
+        *,
+        layout: str | None,
+        window: int | None,
+    ) -> Float[Array, "B t D"]:
+        width = x.shape[-1]
+        x = gather_tokens(x)
         x = manual.vary_alike(x, self.query[...])[0]  # one sum of its cotangents over `tensor`, not three
-        query = jnp.einsum("BTD,DNH->BTNH", x, self.query[...].astype(x.dtype))
-        key = jnp.einsum("BTD,DKH->BTKH", x, self.key[...].astype(x.dtype))
-        value = jnp.einsum("BTD,DKH->BTKH", x, self.value[...].astype(x.dtype))
+        query, key, value = (
+            jnp.einsum("BTD,DNH->BTNH", x, gather_weight(w[...], 0, width, x))
+            for w in (self.query, self.key, self.value)
+        )
         cos, sin = rotary_tables(positions, query.shape[-1], self.rope_theta)
-        attended = ring_jax.ring_attention(
+        attended = STRATEGIES[self.strategy](
             rotate(query, cos, sin),
             rotate(key, cos, sin),
             value,
             is_causal=True,
+            local_window_size=None if window is None else (window, 0),
+            logits_soft_cap=self.soft_cap,
             positions=positions,
             segment_ids=segment_ids,
             layout=layout,
-            axis_name=RULES.sequence,
+            axis_name=RULES.sequence if manual.axis_is_manual(RULES.sequence) else None,
         )
-        return psum(jnp.einsum("BTNH,NHD->BTD", attended, self.output[...].astype(x.dtype)), RULES.heads)
+        return scatter_tokens(jnp.einsum("BTNH,NHD->BTD", attended, gather_weight(self.output[...], -1, width, x)))
 
 
 class MLP(nnx.Module):
@@ -113,17 +132,31 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         layers, d, f = config.num_layers, config.embed_dim, config.mlp_dim
+        self.chunk = config.mlp_chunk
         self.gate = random_weight(rngs, (layers, d, f), fan_in=d)
         self.up = random_weight(rngs, (layers, d, f), fan_in=d)
         self.down = random_weight(rngs, (layers, f, d), fan_in=f, gain=(2 * layers) ** -0.5)
 
     @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B t D"]) -> Float[Array, "B t D"]:
+        width = x.shape[-1]
+        x = gather_tokens(x)
         x = manual.vary_alike(x, self.gate[...])[0]  # one sum of its cotangents over `tensor`, not two
-        gate = jnp.einsum("BTD,DF->BTF", x, self.gate[...].astype(x.dtype))
-        up = jnp.einsum("BTD,DF->BTF", x, self.up[...].astype(x.dtype))
-        down = jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down[...].astype(x.dtype))
-        return psum(down, RULES.mlp)
+        gate, up = (gather_weight(w[...], 0, width, x) for w in (self.gate, self.up))
+        down = gather_weight(self.down[...], -1, width, x)
+
+        def hidden(x: Array) -> Array:
+            inner = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x, gate)) * jnp.einsum("BTD,DF->BTF", x, up)
+            return jnp.einsum("BTF,FD->BTD", inner, down)
+
+        length = x.shape[1]
+        if self.chunk is None or self.chunk >= length:
+            return scatter_tokens(hidden(x))
+        count = -(-length // self.chunk)
+        padded = jnp.pad(x, ((0, 0), (0, count * self.chunk - length), (0, 0)))
+        pieces = jnp.moveaxis(padded.reshape(x.shape[0], count, self.chunk, width), 1, 0)
+        pieces = lax.map(jax.checkpoint(hidden), pieces)
+        return scatter_tokens(jnp.moveaxis(pieces, 0, 1).reshape(padded.shape)[:, :length])
 
 
 class DecoderLayer(nnx.Module):
@@ -138,10 +171,16 @@ class DecoderLayer(nnx.Module):
 
     @jax.named_scope("layer")
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Positions, segment_ids: Positions | None, *, layout: str
-    ) -> Float[Array, "B T D"]:
+        self,
+        x: Float[Array, "B t D"],
+        positions: Positions,
+        segment_ids: Positions | None,
+        *,
+        layout: str | None,
+        window: int | None = None,
+    ) -> Float[Array, "B t D"]:
         # What depends on positions alone would be computed before the loop over layers when that loop is
         # differentiated, and kept: a mask for every pair of tokens. Tied to x, it is computed here and dropped.
         x, positions, segment_ids = lax.optimization_barrier((x, positions, segment_ids))
-        x = x + self.attention(self.attention_norm(x), positions, segment_ids, layout=layout)
+        x = x + self.attention(self.attention_norm(x), positions, segment_ids, layout=layout, window=window)
         return x + self.mlp(self.mlp_norm(x))

@@ -7,14 +7,16 @@ a weight and only the loss would tell.
 | mesh axis  | what it cuts                         | who reads it                                      |
 |------------|--------------------------------------|---------------------------------------------------|
 | `data`     | rows of the batch                    | the loss (global sums)                            |
-| `tensor`   | heads and MLP columns                | `Attention`, `MLP`: a `psum` after the last matmul |
+| `tensor`   | heads, MLP columns; between blocks the tokens of a shard | `models.collectives`          |
 | `pipeline` | layers                               | the trainer's pipeline                            |
 | `sequence` | tokens of a row                      | `ring_attention`, default positions               |
 
-Weights are replicated over `data` and `sequence`; the embedding table and the head also over the other two.
+Weights are cut over `data` and `sequence` together along the width of the model, and gathered where they are used;
+the embedding table and the head are cut over `tensor` and `pipeline` too, along the vocabulary. Norm scales are whole.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,10 +46,14 @@ class ShardingRules:
     """Key/value heads (K)."""
     mlp: str = "tensor"
     """Hidden columns of the MLP (F)."""
-    vocab: MeshAxes = None
+    vocab: MeshAxes = ("tensor", "pipeline")
     """Rows of the embedding table, columns of the head (V)."""
-    embed: MeshAxes = None
-    """Residual stream (D)."""
+    embed: MeshAxes = ("data", "sequence")
+    """Width of the model (D), of weights; activations are whole."""
+    norm: MeshAxes = None
+    """Width of the model (D), of norm scales; and what a depth block maps to."""
+    depth: MeshAxes = None
+    """Tokens ahead that a block predicts."""
     head_dim: MeshAxes = None
     """Channels of one head (H)."""
 
@@ -59,7 +65,7 @@ class ShardingRules:
 
         Example:
           >>> ShardingRules().spec("layers", "embed", "mlp")
-          PartitionSpec('pipeline', None, 'tensor')
+          PartitionSpec('pipeline', ('data', 'sequence'), 'tensor')
         """
         known = [field.name for field in dataclasses.fields(self)]
         used: dict[str, str] = {}
@@ -82,19 +88,22 @@ class ShardingRules:
 
 
 RULES = ShardingRules()
+WEIGHT_AXES = ("data", "sequence")
+"""Axes that weights are cut over besides those of their own dimensions."""
 
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "embedding": ("vocab", "embed"),
-    "layers.attention_norm.scale": ("layers", "embed"),
+    "layers.attention_norm.scale": ("layers", "norm"),
     "layers.attention.query": ("layers", "embed", "heads", "head_dim"),
     "layers.attention.key": ("layers", "embed", "kv_heads", "head_dim"),
     "layers.attention.value": ("layers", "embed", "kv_heads", "head_dim"),
     "layers.attention.output": ("layers", "heads", "head_dim", "embed"),
-    "layers.mlp_norm.scale": ("layers", "embed"),
+    "layers.mlp_norm.scale": ("layers", "norm"),
     "layers.mlp.gate": ("layers", "embed", "mlp"),
     "layers.mlp.up": ("layers", "embed", "mlp"),
     "layers.mlp.down": ("layers", "mlp", "embed"),
-    "final_norm.scale": ("embed",),
+    "final_norm.scale": ("norm",),
+    "depth_blocks": ("depth", "embed", "norm"),
     "unembedding": ("embed", "vocab"),
 }
 
@@ -117,6 +126,12 @@ def param_specs(params: Any, rules: ShardingRules = RULES) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: rules.spec(*logical_axes(path)), params)
 
 
+def make_rules(config: ModelConfig, mesh_shape: Mapping[str, int]) -> ShardingRules:
+    """The rules for a model on a mesh: weights whole on `data` and `sequence` where these do not divide the width."""
+    size = math.prod(mesh_shape.get(axis, 1) for axis in WEIGHT_AXES)
+    return RULES if config.embed_dim % size == 0 else dataclasses.replace(RULES, embed=None)
+
+
 def check_divisibility(config: ModelConfig, mesh_shape: Mapping[str, int]) -> list[str]:
     """Every reason why this model cannot be cut over a mesh, as `value, rule; fix`; none: an empty list.
 
@@ -132,16 +147,25 @@ def check_divisibility(config: ModelConfig, mesh_shape: Mapping[str, int]) -> li
         ("num_kv_heads", "kv_heads", "key/value heads"),
         ("mlp_dim", "mlp", "MLP columns"),
         ("num_layers", "layers", "layers"),
+        ("vocab_size", "vocab", "vocabulary"),
     )
     for field, rule, things in cuts:
-        axis, value = getattr(RULES, rule), getattr(config, field)
-        size = mesh_shape.get(axis, 1)
+        axes, value = getattr(RULES, rule), getattr(config, field)
+        axes = (axes,) if isinstance(axes, str) else axes
+        size = math.prod(mesh_shape.get(axis, 1) for axis in axes)
         if value % size:
             fits = max(n for n in range(1, size) if value % n == 0)
+            named = " x ".join(f"mesh.{axis}" for axis in axes)
             found.append(
-                f"model.{field}={value} must be divisible by mesh.{axis}={size}, because the {axis} axis shares out "
-                f"the {things}; use mesh.{axis}={fits} or model.{field}={-(-value // size) * size}"
+                f"model.{field}={value} must be divisible by {named}={size}, because the {' and '.join(axes)} axis "
+                f"shares out the {things}; use {named}={fits} or model.{field}={-(-value // size) * size}"
             )
+    pattern, stages = len(config.windows), mesh_shape.get(RULES.layers, 1)
+    if pattern and config.num_layers % stages == 0 and (config.num_layers // stages) % pattern:
+        found.append(
+            f"model.windows has {pattern} entries, which must divide the {config.num_layers // stages} layers of a "
+            f"pipeline stage; use mesh.pipeline={config.num_layers // pattern} or fewer, or another pattern"
+        )
     return found
 
 

@@ -17,9 +17,26 @@ from jaxtyping import Float, Int
 
 from models.config import ModelConfig
 from models.layers import DecoderLayer, Positions, RMSNorm, random_weight
+from models.collectives import GATHERED, gather_tokens, gather_weight, scatter_tokens, vocab_shard
 from models.sharding import RULES
 from ring_jax import manual
+from ring_jax.core import ATTENTION
 from ring_jax.layouts import shard_positions
+
+
+_KEEP = jax.checkpoint_policies
+REMAT_POLICIES = {
+    "none": _KEEP.save_anything_except_these_names(GATHERED),
+    "layer": _KEEP.nothing_saveable,
+    "attention": _KEEP.save_only_these_names(ATTENTION),
+    "offload": _KEEP.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[ATTENTION],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+"""What each value of ``remat`` keeps of a layer besides its input. Gathered weights are never kept."""
 
 
 class Transformer(nnx.Module):
@@ -46,6 +63,8 @@ class Transformer(nnx.Module):
             if config.tie_embeddings
             else random_weight(rngs, (config.embed_dim, config.vocab_size), fan_in=config.embed_dim)
         )
+        blocks = (config.mtp_depth - 1, config.embed_dim, config.embed_dim)
+        self.depth_blocks = random_weight(rngs, blocks, fan_in=config.embed_dim) if blocks[0] else None
 
     def __call__(
         self,
@@ -53,7 +72,7 @@ class Transformer(nnx.Module):
         *,
         positions: Positions | None = None,
         segment_ids: Positions | None = None,
-        layout: str = "contiguous",
+        layout: str | None = "contiguous",
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, float32.
 
@@ -77,39 +96,94 @@ class Transformer(nnx.Module):
         return self.head(x)
 
     @jax.named_scope("embed")
-    def embed(self, tokens: Int[Array, "*B T"]) -> Float[Array, "*B T D"]:
-        """Rows of the embedding table, in the compute type; NaN for a token id outside the vocabulary."""
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="fill").astype(self.config.compute_dtype)
+    def embed(self, tokens: Int[Array, "*B T"]) -> Float[Array, "*B t D"]:
+        """Rows of the embedding table, in the compute type; NaN for a token id outside the vocabulary.
+
+        Each device looks up what its part of the table holds; the sum over parts leaves each tensor shard its tokens.
+        """
+        config = self.config
+        like = jnp.zeros((), config.compute_dtype)
+        table = gather_weight(self.embedding[...], -1, config.embed_dim, like)
+        first, axes = vocab_shard(table.shape[0], config.vocab_size)
+        rows = jnp.take(table, tokens - first, axis=0, mode="fill", fill_value=0)
+        # Negative indices count from the end.
+        rows = jnp.where(((tokens >= first) & (tokens < first + table.shape[0]))[..., None], rows, 0)
+        if RULES.layers in axes:
+            rows = lax.psum(rows, RULES.layers)
+        known = (tokens >= 0) & (tokens < config.vocab_size)
+        rows = scatter_tokens(rows, axis=tokens.ndim - 1) if RULES.heads in axes else self._own_tokens(rows)
+        return jnp.where(self._own_tokens(known[..., None]), rows, jnp.nan)
+
+    def _own_tokens(self, x: Array) -> Array:
+        """This tensor shard's part of the tokens, axis -2."""
+        shards = manual.axis_size(RULES.heads)
+        if shards == 1:
+            return x
+        count = x.shape[-2] // shards
+        return lax.dynamic_slice_in_dim(x, manual.axis_index(RULES.heads) * count, count, axis=x.ndim - 2)
 
     def run_layers(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B t D"],
         positions: Positions | None,
         segment_ids: Positions | None,
         *,
-        layout: str,
-    ) -> Float[Array, "B T D"]:
-        """Run the layers that this shard holds, one after another."""
+        layout: str | None,
+        layers: DecoderLayer | None = None,
+    ) -> Float[Array, "B t D"]:
+        """Run the layers that this shard holds, or ``layers`` of them, one after another.
+
+        ``x`` holds this tensor shard's tokens, ``positions`` and ``segment_ids`` those of the whole sequence shard.
+        """
         self._check_shards()
         if positions is None:
             shard, num_shards = manual.axis_index(RULES.sequence), manual.axis_size(RULES.sequence)
-            positions = shard_positions(layout, shard, x.shape[1], num_shards)
+            length = x.shape[1] * manual.axis_size(RULES.heads)
+            positions = shard_positions(layout or "contiguous", shard, length, num_shards)
+        windows = self.config.windows or (None,)
 
-        def body(x: Array, layer: DecoderLayer) -> tuple[Array, None]:
-            return layer(x, positions, segment_ids, layout=layout), None
+        def body(x: Array, group: DecoderLayer) -> tuple[Array, None]:
+            for i, window in enumerate(windows):
+                layer = jax.tree.map(lambda w, i=i: w[i], group)
+                x = layer(x, positions, segment_ids, layout=layout, window=window)
+            return x, None
 
-        if self.config.remat:
-            body = jax.checkpoint(body, prevent_cse=False)  # the loop itself keeps the recomputation
+        body = jax.checkpoint(body, prevent_cse=False, policy=REMAT_POLICIES[self.config.remat])
+        layers = self.layers if layers is None else layers
+        groups = jax.tree.map(lambda w: w.reshape(-1, len(windows), *w.shape[1:]), layers)
         # The carry must enter the loop varying over every axis that it varies over when it leaves.
-        x = manual.vary_alike(x, positions, segment_ids, self.layers.attention_norm.scale[...])[0]
-        return lax.scan(body, x, self.layers)[0]
+        x = manual.vary_alike(x, positions, segment_ids, jax.tree.leaves(layers))[0]
+        return lax.scan(body, x, groups)[0]
+
+    def ahead(self, x: Float[Array, "*B D"], depth: int) -> Float[Array, "*B D"]:
+        """What predicts the token ``depth`` places on, from what predicts the next: x + silu(x W)."""
+        if depth == 1:
+            return x
+        assert self.depth_blocks is not None
+        block = gather_weight(self.depth_blocks[...][depth - 2], 0, self.config.embed_dim, x)
+        x = manual.vary_alike(x, block)[0]
+        return x + jax.nn.silu(jnp.einsum("...D,DE->...E", x, block))
+
+    def head_weight(self, like: Array) -> Float[Array, "D v"]:
+        """This device's columns of the output head, in the type of ``like``."""
+        if self.unembedding is not None:
+            return gather_weight(self.unembedding[...], 0, self.config.embed_dim, like)
+        return gather_weight(self.embedding[...], -1, self.config.embed_dim, like).T
 
     @jax.named_scope("head")
-    def head(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Final norm and logits; the logits are accumulated and returned in float32."""
-        x = self.final_norm(x)
-        weight = self.embedding[...].T if self.unembedding is None else self.unembedding[...]
-        return jnp.einsum("...D,DV->...V", x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    def head(self, x: Float[Array, "B t D"]) -> Float[Array, "B T V"]:
+        """Final norm and logits of all tokens of the shard; the logits are accumulated and returned in float32.
+
+        For a look at logits: the loss never forms them for all tokens (`train.loss`).
+        """
+        x = gather_tokens(self.final_norm(x))
+        weight = self.head_weight(x)
+        _, axes = vocab_shard(weight.shape[-1], self.config.vocab_size)
+        x = manual.vary_alike(x, weight)[0]
+        logits = jnp.einsum("...D,DV->...V", x, weight, preferred_element_type=jnp.float32)
+        cap = self.config.final_soft_cap
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return lax.all_gather(logits, axes, axis=logits.ndim - 1, tiled=True) if axes else logits
 
     def _check_shards(self) -> None:
         """The shards of heads and MLP columns over `tensor` must add up, or the sums over it would be wrong."""

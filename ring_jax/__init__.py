@@ -1,6 +1,7 @@
 """Exact attention over sequences too long for one device, in JAX."""
 
 from ring_jax.attention import dot_product_attention
+from ring_jax.core import ATTENTION
 from ring_jax.balance import balanced_permutation, live_tiles
 from ring_jax.inspection import inspect
 from ring_jax.layouts import from_layout, permutation, to_layout
@@ -12,6 +13,7 @@ from ring_jax.sharded import all_gather_attention, ring_attention, ulysses_atten
 from ring_jax.softmax import merge
 
 __all__ = [
+    "ATTENTION",
     "Schedule",
     "all_gather_attention",
     "balanced_permutation",

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
@@ -206,6 +207,7 @@ def _attend_forward(spec: Spec, shards: Shards, inputs: Inputs):
 
     specs = shards.arrays, shards.arrays, shards.saved
     out, lse, saved = _shard_map(body, shards, (shards.inputs(inputs),), specs)(inputs)
+    out, lse, saved = jax.tree.map(lambda x: checkpoint_name(x, core.ATTENTION), (out, lse, saved))
     return (out, lse), (core.kept(inputs, saved), saved)
 
 

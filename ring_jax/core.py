@@ -10,12 +10,17 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax import all_gather, manual, ring, routes, softmax, ulysses
 from ring_jax.kernels import xla
 from ring_jax.kernels.tiles import is_float
 from ring_jax.problem import Inputs, Problem, Spec, open_problem
 from ring_jax.routes import Grid
+
+
+ATTENTION = "ring_attention"
+"""Name of what the backward pass needs of the forward pass, for policies of `jax.checkpoint`."""
 
 
 class Saved(NamedTuple):
@@ -170,7 +175,24 @@ def attend(spec: Spec, inputs: Inputs) -> tuple[Array, Array]:
 
 def _attend_forward(spec: Spec, inputs: Inputs):
     out, lse, saved = forward(spec, inputs)
+    out, lse, saved = named(out, lse, saved)
     return (out, lse), (kept(inputs, saved), saved)
+
+
+def named(out: Array, lse: Array, saved: Saved) -> tuple[Array, Array, Saved]:
+    """The results under the name `ATTENTION`, so that a policy of `jax.checkpoint` can keep them.
+
+    With ``jax.checkpoint_policies.save_only_these_names(ring_jax.ATTENTION)`` the backward pass does not run the
+    forward ring again: what it needs of it is kept, everything else is computed again.
+    """
+
+    def name(tree: Any) -> Any:
+        return jax.tree.map(lambda x: checkpoint_name(x, ATTENTION), tree)
+
+    out, lse = name((out, lse))
+    if saved.arrays is None:  # the same arrays: kept once
+        return out, lse, saved._replace(out=out, lse=lse, lost=name(saved.lost), lost_lse=name(saved.lost_lse))
+    return out, lse, name(saved)
 
 
 def kept(inputs: Inputs, saved: Saved) -> Inputs:

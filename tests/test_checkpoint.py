@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_model_or_text_is_refused_with_the_fields():
 
 def test_what_may_change_is_reported():
     other = config(
-        model=dataclasses.replace(config().model, remat=False),
+        model=dataclasses.replace(config().model, remat="none"),
         mesh=MeshConfig(data=2),
         num_steps=9,
         checkpoint=CheckpointConfig(every=3),

@@ -21,7 +21,7 @@ CONFIG = OptimizerConfig(learning_rate=0.1, min_learning_rate_ratio=0.2, warmup_
 def params():
     """A model of ones, whatever its initial values would be."""
     config = ModelConfig(
-        vocab_size=8, num_layers=2, embed_dim=4, num_heads=2, num_kv_heads=1, head_dim=2, mlp_dim=4, remat=False
+        vocab_size=8, num_layers=2, embed_dim=4, num_heads=2, num_kv_heads=1, head_dim=2, mlp_dim=4, remat="none"
     )
     shapes = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)

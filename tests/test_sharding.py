@@ -12,7 +12,7 @@ from models import ModelConfig, Transformer
 from models.sharding import LOGICAL_AXES, ShardingRules, check_divisibility, param_specs, parameter_name
 
 CONFIG = ModelConfig(
-    vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, remat=False
+    vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, remat="none"
 )
 
 

@@ -98,7 +98,8 @@ def run(
 
 def assert_equal_runs(got: tuple[list, Any], want: tuple[list, Any]) -> None:
     for measured, expected in zip(got[0], want[0], strict=True):
-        assert measured.keys() == expected.keys() == {"loss", "grad_norm", "lr", "num_targets"}
+        names = {"loss", "grad_norm", "param_norm", "lr", "num_targets", "skipped"}
+        assert measured.keys() == expected.keys() == names
         for name, value in expected.items():
             assert measured[name] == pytest.approx(value, rel=1e-5), name
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), got[1], want[1])

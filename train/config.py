@@ -91,6 +91,20 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What is added to the next-token loss, and in which pieces it is computed."""
+
+    chunk: int = 1024
+    """Tokens whose logits exist at a time on a device."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread over the vocabulary."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits."""
+    mtp_weight: float = 0.3
+    """Weight of the mean loss of the tokens further ahead (model.mtp_depth)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the state of the run is saved."""
 
@@ -116,8 +130,14 @@ class TrainConfig:
     """Checkpoints."""
     layout: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(LAYOUTS)}}}")] = "zigzag"
     """Order of a row's tokens over the sequence axis; zigzag gives every device the same causal work."""
+    loss: LossConfig = LossConfig()
+    """Terms of the loss."""
     num_microbatches: int = 1
     """Pieces that each data shard's rows are cut into, so that the pipeline stages work at the same time."""
+    repeats: int = 1
+    """Times that a microbatch goes round the pipeline (circular schedule): a smaller bubble, more hops. 1: GPipe."""
+    accumulate: int = 1
+    """Pieces of a step's rows that are worked on one after another, gradients summed: less memory, the same step."""
     num_steps: int = 100
     """Optimizer steps in the whole run (a resumed run counts from its first step)."""
     seed: int = 0
@@ -213,6 +233,12 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "checkpoint.every": _COUNT,
     "checkpoint.keep": _COUNT,
     "num_microbatches": _COUNT,
+    "repeats": _COUNT,
+    "accumulate": _COUNT,
+    "loss.chunk": _COUNT,
+    "loss.label_smoothing": ("at least 0 and less than 1", lambda value: 0 <= value < 1, "0.1"),
+    "loss.z_loss": ("at least 0 and finite", lambda value: 0 <= value < math.inf, "1e-4"),
+    "loss.mtp_weight": ("at least 0 and finite", lambda value: 0 <= value < math.inf, "0.3"),
     "num_steps": _COUNT,
     "seed": ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32, "0"),
     "eval_every": ("at least 0 (0: only at the end)", lambda value: value >= 0, "0"),
@@ -262,10 +288,12 @@ def _check_rows(config: TrainConfig) -> list[str]:
     """Rows over the data axis and microbatches, tokens over the sequence axis."""
     problems = []
     rows, data, pieces = config.data.batch_size, config.mesh.data, config.num_microbatches
-    if min(rows, data, pieces) >= 1 and rows % (data * pieces):
+    accumulate, tensor = config.accumulate, config.mesh.tensor
+    if min(rows, data, pieces, accumulate) >= 1 and rows % (data * pieces * accumulate):
+        more = f" x accumulate={accumulate}" if accumulate > 1 else ""
         problems.append(
-            f"data.batch_size={rows} must be divisible by mesh.data={data} x num_microbatches={pieces}; "
-            f"use --data.batch-size {_round_up(rows, data * pieces)}"
+            f"data.batch_size={rows} must be divisible by mesh.data={data} x num_microbatches={pieces}{more}; "
+            f"use --data.batch-size {_round_up(rows, data * pieces * accumulate)}"
         )
     seq_len, sequence = config.data.seq_len, config.mesh.sequence
     if min(seq_len, sequence) >= 1 and config.layout in LAYOUTS:
@@ -275,6 +303,39 @@ def _check_rows(config: TrainConfig) -> list[str]:
                 f"data.seq_len={seq_len} must be divisible by {multiple} (layout {config.layout!r} with "
                 f"mesh.sequence={sequence}); use --data.seq-len {_round_up(seq_len, multiple)}"
             )
+        elif tensor >= 1 and (seq_len // sequence) % tensor:
+            every = math.lcm(multiple, sequence * tensor)
+            problems.append(
+                f"data.seq_len={seq_len} must be divisible by mesh.sequence={sequence} x mesh.tensor={tensor}, because "
+                f"tensor shards share the tokens between blocks; use --data.seq-len {_round_up(seq_len, every)}"
+            )
+    return problems + _check_repeats(config)
+
+
+def _check_repeats(config: TrainConfig) -> list[str]:
+    """The circular schedule: layers in equal groups, microbatches in groups of as many as there are stages."""
+    stages, repeats, layers = config.mesh.pipeline, config.repeats, config.model.num_layers
+    if min(stages, repeats, layers, config.num_microbatches) < 1 or repeats == 1:
+        return []
+    problems = []
+    if stages == 1:
+        problems.append(f"repeats={repeats} needs a pipeline; use --repeats 1, or mesh.pipeline of 2 or more")
+    elif layers % (stages * repeats):
+        fits = max(n for n in range(1, repeats + 1) if layers % (stages * n) == 0 or n == 1)
+        problems.append(
+            f"model.num_layers={layers} must be divisible by mesh.pipeline={stages} x repeats={repeats}; use "
+            f"--repeats {fits}, or --model.num-layers {_round_up(layers, stages * repeats)}"
+        )
+    elif (layers // (stages * repeats)) % max(1, len(config.model.windows)):
+        problems.append(
+            f"model.windows has {len(config.model.windows)} entries, which must divide the "
+            f"{layers // (stages * repeats)} layers of a group; use fewer repeats"
+        )
+    if stages > 1 and config.num_microbatches % stages:
+        problems.append(
+            f"num_microbatches={config.num_microbatches} must be divisible by mesh.pipeline={stages} where repeats is "
+            f"more than 1; use --num-microbatches {_round_up(config.num_microbatches, stages)}"
+        )
     return problems
 
 

@@ -5,84 +5,97 @@ per shard, so loss and gradients are the same on every mesh, however unevenly th
 without a target contributes exactly nothing, neither to the sum nor to a gradient, even if its logits are NaN.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from models import Transformer
+from models.collectives import gather_tokens, vocab_shard
 from models.sharding import RULES, psum
 from ring_jax import manual
+from train.config import TrainConfig
+from train.cross_entropy import LossSpec, cross_entropy
 from train.pipeline import run_pipeline
 
 type Batch = dict[str, Array]
 
 
-@jax.named_scope("cross_entropy")
-def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """Summed negative log-likelihood of the targets, in nats, and their number.
+class Sums(NamedTuple):
+    """Global sums over all target tokens, equal on all devices."""
 
-    Args:
-      logits: [..., V] float32.
-      targets: [...] int32; a negative one is ignored.
-
-    Returns:
-      (sum float32, count int32).
-    """
-    valid = targets >= 0
-    # Selected before the sum, and on the logits too: zero times NaN is NaN, in the gradient as well.
-    logits = jnp.where(valid[..., None], logits, 0.0)
-    vocabulary = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    of_target = jnp.sum(jnp.where(vocabulary == targets[..., None], logits, 0.0), axis=-1)
-    nats = jax.nn.logsumexp(logits, axis=-1) - of_target
-    return jnp.sum(jnp.where(valid, nats, 0.0)), jnp.sum(valid, dtype=jnp.int32)
+    objective: Array
+    """What is trained on: with smoothing, z-loss and the tokens further ahead, in units of one next-token target."""
+    nats: Array
+    """Negative log-likelihood of the next tokens."""
+    count: Array
+    """Next-token targets, int32."""
 
 
-def share_tokens(x: Array, targets: Array) -> tuple[Array, Array]:
-    """Deal the last stage's tokens out over the pipeline and tensor axes: every device runs the head on its share.
-
-    Args:
-      x: [n, D] activations, equal on all tensor shards, right on the last pipeline stage only.
-      targets: [n] targets of this data and sequence shard.
-
-    Returns:
-      x [m, D] and targets [m] with m = ceil(n / (pipeline * tensor)); filled up with ignored targets.
-    """
-    stages, shards = manual.axis_size(RULES.layers), manual.axis_size(RULES.heads)
-    stage, shard = manual.axis_index(RULES.layers), manual.axis_index(RULES.heads)
-    share = -(-x.shape[0] // (stages * shards))
-    missing = share * stages * shards - x.shape[0]
-    x = jnp.pad(x, ((0, missing), (0, 0)))
-    targets = jnp.pad(targets, (0, missing), constant_values=-1)
-    if stages > 1:
-        x = jnp.where(stage == stages - 1, x, 0)
-        x = lax.psum_scatter(x, RULES.layers, scatter_dimension=0, tiled=True)
-    x = lax.dynamic_slice_in_dim(x, shard * share, share)
-    return x, lax.dynamic_slice_in_dim(targets, (stage * shards + shard) * share, share)
+def targets_name(depth: int) -> str:
+    """Key of a batch under which the targets ``depth`` tokens ahead are."""
+    return "targets" if depth == 1 else f"targets_{depth}"
 
 
-def loss_sums(model: Transformer, batch: Batch, *, layout: str, num_microbatches: int) -> tuple[Array, Array]:
-    """Global sum of the loss and global number of targets, from this device's shard of the batch.
+def final_activations(model: Transformer, batch: Batch, config: TrainConfig) -> Array:
+    """Activations behind the last layer, [rows, t, D], on every pipeline stage: this tensor shard's tokens."""
+    rows, pieces = batch["tokens"].shape[0], config.num_microbatches
+    if rows % pieces:
+        raise ValueError(f"{rows} rows of a data shard cannot be cut into num_microbatches={pieces}; use a divisor")
+
+    def cut(x: Array) -> Array:
+        return x.reshape(pieces, rows // pieces, *x.shape[1:])
+
+    place = {name: cut(batch[name]) for name in ("positions", "segment_ids")}
+    x = run_pipeline(model, cut(model.embed(batch["tokens"])), place, layout=config.layout, repeats=config.repeats)
+    x = x.reshape(rows, *x.shape[2:])
+    stages = manual.axis_size(RULES.layers)
+    if stages == 1:
+        return x
+    last = manual.axis_index(RULES.layers) == stages - 1
+    return lax.psum(jnp.where(last, x, jnp.zeros((), x.dtype)), RULES.layers)
+
+
+def token_losses(model: Transformer, x: Array, targets: Array, config: TrainConfig) -> tuple[Array, Array]:
+    """(loss, nll) of every token of this data and sequence shard, float32 [rows, T]."""
+    x = gather_tokens(model.final_norm(x))
+    weight = model.head_weight(x)
+    first, axes = vocab_shard(weight.shape[-1], config.model.vocab_size)
+    spec = LossSpec(
+        config.model.vocab_size,
+        axes,
+        config.loss.chunk,
+        config.model.final_soft_cap,
+        config.loss.label_smoothing,
+        config.loss.z_loss,
+    )
+    loss, nll = cross_entropy(spec, x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), first)
+    return loss.reshape(targets.shape), nll.reshape(targets.shape)
+
+
+def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:
+    """The loss of this device's shard of a batch, summed over all devices.
 
     Args:
       model: this device's shards of the parameters.
-      batch: tokens, targets, positions and segment_ids, each [B, T] (local).
-      layout: order of the tokens over the sequence axis.
-      num_microbatches: pieces that the rows pass through the pipeline in.
-
-    Returns:
-      (sum float32, count int32), equal on all devices.
+      batch: tokens, targets, positions and segment_ids, each [B, T] (local); targets_2, ... for tokens further ahead.
+      config: layout, microbatches and terms of the loss.
     """
-    rows, length = batch["tokens"].shape
-    if rows % num_microbatches:
-        raise ValueError(f"{rows} rows of a data shard cannot be cut into {num_microbatches=}; use a divisor of {rows}")
+    x = final_activations(model, batch, config)
+    loss, nll = token_losses(model, x, batch["targets"], config)
+    objective = loss.sum()
+    depth = config.model.mtp_depth
+    for ahead in range(2, depth + 1):
+        further, _ = token_losses(model, model.ahead(x, ahead), batch[targets_name(ahead)], config)
+        objective += config.loss.mtp_weight / (depth - 1) * further.sum()
+    count = jnp.sum(batch["targets"] >= 0, dtype=jnp.int32)
+    sums = Sums(objective, nll.sum(), count)
+    return Sums(*(psum(_replicated(x), RULES.batch, RULES.sequence) for x in sums))
 
-    def pieces(x: Array) -> Array:
-        return x.reshape(num_microbatches, rows // num_microbatches, *x.shape[1:])
 
-    def stage(x: Array, place: Batch) -> Array:
-        return model.run_layers(x, place["positions"], place["segment_ids"], layout=layout)
-
-    place = {name: pieces(batch[name]) for name in ("positions", "segment_ids")}
-    x = run_pipeline(stage, pieces(model.embed(batch["tokens"])), place)
-    x, targets = share_tokens(x.reshape(rows * length, -1), batch["targets"].reshape(-1))
-    return psum(cross_entropy(model.head(x), targets), RULES.batch, RULES.heads, RULES.layers, RULES.sequence)
+def _replicated(x: Array) -> Array:
+    """A value that is equal on all tensor and pipeline shards, typed so where these have size 1."""
+    ones = tuple(a for a in (RULES.heads, RULES.layers) if manual.axis_is_manual(a) and manual.axis_size(a) == 1)
+    varying = jax.typeof(x).manual_axis_type.varying
+    return lax.psum(x, tuple(a for a in ones if a in varying)) if any(a in varying for a in ones) else x

@@ -5,14 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import Transformer
-from models.sharding import param_specs
+from models.sharding import make_rules, param_specs
 from train.config import TrainConfig
 from train.optimizer import make_optimizer
+from train.pipeline import layer_order
 
 
 @jax.tree_util.register_dataclass
@@ -30,16 +32,38 @@ class TrainState:
 
 def _create(config: TrainConfig) -> TrainState:
     params: Any = Transformer(config.model, rngs=nnx.Rngs(config.seed))
+    params = reorder_layers(params, np.arange(config.model.num_layers), schedule_order(config))
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     return TrainState(step=jnp.int32(0), params=params, opt_state=optimizer.init(params))
+
+
+def schedule_order(config: TrainConfig) -> np.ndarray:
+    """Which layer lies where in the stacked parameters of this run, see `train.pipeline.layer_order`."""
+    return layer_order(config.model.num_layers, config.mesh.pipeline, config.repeats)
+
+
+def reorder_layers(tree: Any, before: np.ndarray, after: np.ndarray) -> Any:
+    """Parameters, or anything that holds copies of them, with the layers stacked in another order."""
+    if (before == after).all():
+        return tree
+    index = np.argsort(before)[after]
+
+    def reorder(node: Any) -> Any:
+        if isinstance(node, Transformer):
+            node = jax.tree.map(lambda x: x, node)
+            node.layers = jax.tree.map(lambda x: x[index], node.layers)
+        return node
+
+    return jax.tree.map(reorder, tree, is_leaf=lambda node: isinstance(node, Transformer))
 
 
 def state_specs(config: TrainConfig) -> TrainState:
     """The state as a pytree of `PartitionSpec`: parameters and their moments by `param_specs`, all else replicated."""
     shapes = jax.eval_shape(lambda: _create(config))
+    rules = make_rules(config.model, config.mesh.sizes())
 
     def specs(node: Any) -> Any:
-        return param_specs(node) if isinstance(node, Transformer) else PartitionSpec()
+        return param_specs(node, rules) if isinstance(node, Transformer) else PartitionSpec()
 
     return jax.tree.map(specs, shapes, is_leaf=lambda node: isinstance(node, Transformer))
 

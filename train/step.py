@@ -1,8 +1,8 @@
 """The train step: one `shard_map`, manual over all four mesh axes, and the optimizer after it in the same `jit`.
 
-Invariant: every collective of the step is a line of code: the ring of `ring_jax`, the sums over `tensor` in
-`models.layers`, the hops of `train.pipeline`, the dealing out of tokens and the global sums of `train.loss`; and here,
-`sum_gradients_over_replicas`. `check_vma` stays on, so JAX proves that what leaves as replicated is replicated. With it
+Invariant: every collective of the step is a line of code: the ring of `ring_jax`, weights and tokens in
+`models.collectives`, the hops of `train.pipeline`, the vocabulary's sums in `train.cross_entropy`, the global sums of
+`train.loss`; and here, `sum_gradients_over_replicas`. `check_vma` stays on, so JAX proves that what leaves as replicated is replicated. With it
 off, the gradients of replicated parameters would be scaled by the mesh, and only the loss curve would tell.
 """
 
@@ -17,10 +17,10 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import Transformer
-from models.sharding import RULES, param_specs, parameter_name
+from models.sharding import RULES
 from ring_jax import layouts
-from train.config import TrainConfig
-from train.loss import Batch, loss_sums
+from train.config import MESH_AXES, TrainConfig
+from train.loss import Batch, Sums, loss_sums, targets_name
 from train.optimizer import make_optimizer, make_schedule
 from train.state import TrainState, abstract_state, init_state, state_shardings, state_specs
 
@@ -29,21 +29,17 @@ __all__ = ["abstract_state", "init_state", "make_eval_step", "make_train_step", 
 BATCH_SPEC = RULES.spec("batch", "sequence")
 
 
-def sum_gradients_over_replicas(params: Transformer) -> Transformer:
+def sum_gradients_over_replicas(params: Transformer, specs: Any) -> Transformer:
     """Mark every parameter as used by all devices that hold a copy of it; the transpose sums their gradients.
 
     Without this, JAX would put the sums where each parameter is used, inside the loops over layers and microbatches.
-    Tensor shards do equal work on what is not cut over them, so their gradients are equal and need no sum; but the
-    head works on tokens that are shared out over them.
     """
 
-    def cast(path: tuple[Any, ...], param: Array, spec: PartitionSpec) -> Array:
-        axes = [RULES.batch, RULES.sequence, RULES.layers]
-        if parameter_name(path) in ("final_norm.scale", "unembedding"):
-            axes.append(RULES.heads)
-        return lax.pcast(param, tuple(axis for axis in axes if axis not in spec), to="varying")
+    def cast(param: Array, spec: PartitionSpec) -> Array:
+        cut = {axis for axes in spec if axes is not None for axis in ((axes,) if isinstance(axes, str) else axes)}
+        return lax.pcast(param, tuple(axis for axis in MESH_AXES if axis not in cut), to="varying")
 
-    return jax.tree_util.tree_map_with_path(cast, params, param_specs(params))
+    return jax.tree.map(cast, params, specs)
 
 
 def make_train_step(
@@ -51,38 +47,49 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """The compiled step (state, batch) -> (state, metrics); it donates the state and returns it in the same shardings.
 
-    Metrics: `loss` (nats per target), `grad_norm` (before clipping), `lr`, `num_targets`. A batch without any
-    target has loss 0 and gradients of exactly 0.
+    Metrics: `loss` (nats per target), `grad_norm` (before clipping), `param_norm`, `lr`, `num_targets`, and `skipped`:
+    1 when the loss or the gradient norm was not finite, and parameters and optimizer were left as they were. A batch
+    without any target has loss 0 and gradients of exactly 0.
     """
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     schedule = make_schedule(config.optimizer, config.num_steps)
     specs = state_specs(config).params
 
-    def local_loss(params: Transformer, batch: Batch) -> tuple[Array, Array]:
-        loss_sum, num_targets = loss_sums(
-            sum_gradients_over_replicas(params),
-            batch,
-            layout=config.layout,
-            num_microbatches=config.num_microbatches,
-        )
-        return loss_sum / jnp.maximum(num_targets, 1), num_targets
+    def objective(params: Transformer, batch: Batch) -> tuple[Array, Sums]:
+        sums = loss_sums(sum_gradients_over_replicas(params, specs), batch, config)
+        return sums.objective, sums
 
-    loss_and_grads = jax.shard_map(
-        jax.value_and_grad(local_loss, has_aux=True),
-        mesh=mesh,
-        in_specs=(specs, BATCH_SPEC),
-        out_specs=((PartitionSpec(), PartitionSpec()), specs),
+    def sums_and_grads(params: Transformer, batch: Batch) -> tuple[Sums, Transformer]:
+        """Sums over the rows of all pieces, one piece after another."""
+        fun = jax.value_and_grad(objective, has_aux=True)
+        if config.accumulate > 1:
+            rows = batch["tokens"].shape[0] // config.accumulate
+            fun = optax.microbatching.microbatch(fun, argnums=1, microbatch_size=rows)
+        (_, sums), grads = fun(params, batch)
+        return sums, grads
+
+    mapped = jax.shard_map(
+        sums_and_grads, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(Sums(*3 * (PartitionSpec(),)), specs)
     )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        (loss, num_targets), grads = loss_and_grads(state.params, batch)
+        sums, grads = mapped(state.params, batch)
+        count = jnp.maximum(sums.count, 1)
+        grads = jax.tree.map(lambda g: g / count, grads)
+        norm = optax.tree.norm(grads)
+        good = jnp.isfinite(sums.objective) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updated = optax.apply_updates(state.params, updates), opt_state
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(good, new, old), updated, (state.params, state.opt_state)
+        )
         metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
+            "loss": sums.nats / count,
+            "grad_norm": norm,
+            "param_norm": optax.tree.norm(params),
             "lr": jnp.asarray(schedule(state.step), jnp.float32),
-            "num_targets": num_targets,
+            "num_targets": sums.count,
+            "skipped": 1.0 - good,
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
@@ -100,7 +107,8 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
     shardings = state_shardings(config, mesh).params
 
     def local_sums(params: Transformer, batch: Batch) -> tuple[Array, Array]:
-        return loss_sums(params, batch, layout=config.layout, num_microbatches=config.num_microbatches)
+        sums = loss_sums(params, batch, config)
+        return sums.nats, sums.count
 
     sums = jax.shard_map(
         local_sums,
@@ -109,6 +117,14 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
         out_specs=(PartitionSpec(), PartitionSpec()),
     )
     return jax.jit(sums, in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)))
+
+
+def further_targets(batch: dict[str, np.ndarray], depth: int) -> np.ndarray:
+    """Targets ``depth`` tokens ahead, in natural order: inside the document, -1 where it ends before."""
+    targets, ids = np.asarray(batch["targets"]), np.asarray(batch["segment_ids"])
+    moved = np.full_like(targets, -1)
+    moved[:, : -(depth - 1)] = np.where(ids[:, depth - 1 :] == ids[:, : -(depth - 1)], targets[:, depth - 1 :], -1)
+    return moved
 
 
 def place_batch(batch: dict[str, np.ndarray], config: TrainConfig, mesh: Mesh) -> dict[str, Any]:
@@ -122,14 +138,17 @@ def place_batch(batch: dict[str, np.ndarray], config: TrainConfig, mesh: Mesh) -
     Raises:
       ValueError: a shape that the mesh cannot cut.
     """
-    num_shards, rows = mesh.shape[RULES.sequence], mesh.shape[RULES.batch] * config.num_microbatches
+    num_shards = mesh.shape[RULES.sequence]
+    rows = mesh.shape[RULES.batch] * config.num_microbatches * config.accumulate
+    for depth in range(2, config.model.mtp_depth + 1):
+        batch = batch | {targets_name(depth): further_targets(batch, depth)}
     sharding = NamedSharding(mesh, BATCH_SPEC)
     placed = {}
     for name, array in batch.items():
         if array.ndim != 2 or array.shape[0] % rows:
             raise ValueError(
                 f"batch[{name!r}] has shape {array.shape}; it must be [rows, length] with rows a multiple of "
-                f"mesh.data * num_microbatches = {rows}; pad it with rows of segment 0"
+                f"mesh.data * num_microbatches * accumulate = {rows}; pad it with rows of segment 0"
             )
         layouts.check_length(config.layout, np.shape(array)[1], num_shards)
         permuted = layouts.to_layout(np.asarray(array, np.int32), config.layout, num_shards)
