@@ -68,3 +68,10 @@ def vocab_shard(held: int, size: int) -> tuple[Array | int, tuple[str, ...]]:
     axes = (RULES.heads, RULES.layers)
     index = manual.axis_index(axes[0]) * manual.axis_size(axes[1]) + manual.axis_index(axes[1])
     return index * held, tuple(axis for axis in axes if manual.axis_is_manual(axis))
+
+
+def replicated(x: Array) -> Array:
+    """A value that is equal on all tensor and pipeline shards, typed as such where these axes have size 1."""
+    varying = jax.typeof(x).manual_axis_type.varying
+    ones = tuple(axis for axis in (RULES.heads, RULES.layers) if axis in varying and manual.axis_size(axis) == 1)
+    return lax.psum(x, ones) if ones else x

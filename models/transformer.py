@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from models.config import ModelConfig
 from models.layers import DecoderLayer, Positions, RMSNorm, random_weight
-from models.collectives import GATHERED, gather_tokens, gather_weight, scatter_tokens, vocab_shard
+from models.collectives import GATHERED, gather_tokens, gather_weight, replicated, scatter_tokens, vocab_shard
 from models.sharding import RULES
 from ring_jax import manual
 from ring_jax.core import ATTENTION
@@ -143,6 +143,9 @@ class Transformer(nnx.Module):
         windows = self.config.windows or (None,)
 
         def body(x: Array, group: DecoderLayer) -> tuple[Array, None]:
+            # Gathered weights depend on weights alone: untied from x they would be computed for all layers before the
+            # loops, and all be there at once.
+            x, group = lax.optimization_barrier((x, group))
             for i, window in enumerate(windows):
                 layer = jax.tree.map(lambda w, i=i: w[i], group)
                 x = layer(x, positions, segment_ids, layout=layout, window=window)
@@ -178,12 +181,16 @@ class Transformer(nnx.Module):
         """
         x = gather_tokens(self.final_norm(x))
         weight = self.head_weight(x)
-        _, axes = vocab_shard(weight.shape[-1], self.config.vocab_size)
+        first, axes = vocab_shard(weight.shape[-1], self.config.vocab_size)
         x = manual.vary_alike(x, weight)[0]
         logits = jnp.einsum("...D,DV->...V", x, weight, preferred_element_type=jnp.float32)
         cap = self.config.final_soft_cap
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-        return lax.all_gather(logits, axes, axis=logits.ndim - 1, tiled=True) if axes else logits
+        if not axes:
+            return replicated(logits)
+        whole = jnp.zeros((*logits.shape[:-1], self.config.vocab_size), logits.dtype)
+        whole, logits, first = manual.vary_alike(whole, logits, first)
+        return lax.psum(lax.dynamic_update_slice_in_dim(whole, logits, first, axis=logits.ndim - 1), axes)
 
     def _check_shards(self) -> None:
         """The shards of heads and MLP columns over `tensor` must add up, or the sums over it would be wrong."""

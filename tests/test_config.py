@@ -92,7 +92,7 @@ def test_all_problems_are_listed_at_once():
     with pytest.raises(ValueError, match="in the configuration") as caught:
         validate(broken, 8)
     message = str(caught.value)
-    assert message.startswith("7 problems")
+    assert message.startswith("8 problems")
     for part in (
         "mesh data 1",
         "seq_len=66",

@@ -1,4 +1,4 @@
-"""The loss, the dealing out of tokens, and the pipeline that feeds it."""
+"""The loss, in chunks and over a cut vocabulary, and the pipeline that feeds it."""
 
 import functools
 
@@ -9,101 +9,136 @@ import pytest
 from jax import P
 
 from ring_jax import make_mesh
-from train.loss import cross_entropy, share_tokens
-from train.pipeline import run_pipeline
+from train.cross_entropy import LossSpec, cross_entropy
+from train.pipeline import layer_order, run_pipeline
 
 V = 11
 
 
-def one_hot_loss(logits: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-    """The same in float64 by one-hot rows; a target that is ignored has no row."""
-    logits = logits.astype(np.float64)
-    nats = np.log(np.exp(logits).sum(-1)) - (logits * (targets[..., None] == np.arange(V))).sum(-1)
-    return float(nats[targets >= 0].sum()), int((targets >= 0).sum())
+D = 5
+SPECS = {
+    "plain": LossSpec(V),
+    "all terms": LossSpec(V, chunk=5, soft_cap=3.0, label_smoothing=0.2, z_loss=0.1),
+    "chunks of one": LossSpec(V, chunk=1, z_loss=0.01),
+}
 
 
-@pytest.fixture
-def logits() -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(2, 8, V)).astype(np.float32) * 3
+def dense(spec: LossSpec, x, weight, targets):
+    """(loss sum, nll sum) with every logit, in the dtype of x, differentiated by JAX."""
+    valid = targets >= 0
+    logits = jnp.where(valid[:, None], x, 0) @ weight
+    logits = logits if spec.soft_cap is None else spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    lse = jax.nn.logsumexp(logits, -1)
+    own = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], 1)[:, 0]
+    a = spec.label_smoothing
+    loss = lse - (1 - a) * own - a * logits.mean(-1) + spec.z_loss * lse**2
+    return jnp.sum(jnp.where(valid, loss, 0)), jnp.sum(jnp.where(valid, lse - own, 0))
+
+
+def draw(ignore: int = -1):
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, V, 13).astype(np.int32)
+    targets[[2, 3, 9]] = ignore
+    return rng.normal(size=(13, D)).astype(np.float32), rng.normal(size=(D, V)).astype(np.float32), targets
+
+
+def sums(spec: LossSpec, x, weight, targets):
+    loss, nll = cross_entropy(spec, x, weight, targets)
+    return loss.sum() + 0.5 * nll.sum(), (loss.sum(), nll.sum())
 
 
 @pytest.mark.parametrize("ignore", [-1, -100])
-def test_loss_equals_a_one_hot_sum(logits, ignore):
-    targets = np.random.default_rng(1).integers(0, V, (2, 8)).astype(np.int32)
-    targets[0, :3] = [0, V - 1, ignore]
-    targets[1, 2:] = ignore
-    loss_sum, count = cross_entropy(jnp.asarray(logits), jnp.asarray(targets))
-    want_sum, want_count = one_hot_loss(logits, targets)
-    assert (loss_sum.dtype, count.dtype, int(count)) == (jnp.float32, jnp.int32, want_count)
-    assert float(loss_sum) == pytest.approx(want_sum, rel=1e-6)
+@pytest.mark.parametrize("name", SPECS)
+def test_loss_and_gradients_are_those_of_the_dense_formula(name: str, ignore: int):
+    spec, arrays = SPECS[name], draw(ignore)
+    (_, got), grads = jax.jit(jax.value_and_grad(functools.partial(sums, spec), (0, 1), has_aux=True))(*arrays)
+    with jax.enable_x64(True):
+        x, weight = (np.asarray(a, np.float64) for a in arrays[:2])
+        want = dense(spec, x, weight, arrays[2])
+        both = lambda x, w: (lambda s: s[0] + 0.5 * s[1])(dense(spec, x, w, arrays[2]))  # noqa: E731
+        want_grads = jax.grad(both, (0, 1))(x, weight)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    for a, b in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
 
 
-def test_nan_at_ignored_positions_poisons_nothing(logits):
-    targets = np.array([[1, 2, 3, 4, 0, -1, -1, -1]] * 2, np.int32)
-    poisoned = logits.copy()
-    poisoned[:, 5:] = np.nan
-    value_and_grad = jax.value_and_grad(lambda x: cross_entropy(x, jnp.asarray(targets))[0])
-    loss, grad = value_and_grad(jnp.asarray(poisoned))
-    clean_loss, clean_grad = value_and_grad(jnp.asarray(logits))
-    assert float(loss) == float(clean_loss)
-    np.testing.assert_array_equal(grad, clean_grad)
-    assert (np.asarray(grad[:, 5:]) == 0).all()
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_poison_at_ignored_positions_reaches_nothing(poison: float):
+    x, weight, targets = draw()
+    fun = jax.jit(jax.value_and_grad(functools.partial(sums, SPECS["all terms"]), (0, 1), has_aux=True))
+    clean, poisoned = fun(x, weight, targets), x.copy()
+    poisoned[targets < 0] = poison
+    jax.tree.map(np.testing.assert_array_equal, fun(poisoned, weight, targets), clean)
+    assert (np.asarray(clean[1][0])[targets < 0] == 0).all()
 
 
-def test_no_targets_at_all(logits):
-    targets = jnp.full((2, 8), -1)
-    (loss, count), grad = jax.value_and_grad(lambda x: cross_entropy(x, targets), has_aux=True)(jnp.asarray(logits))
-    assert (float(loss), int(count)) == (0.0, 0)
-    assert (np.asarray(grad) == 0).all()
+def test_no_targets_at_all():
+    x, weight, targets = draw()
+    fun = jax.jit(jax.value_and_grad(functools.partial(sums, SPECS["all terms"]), (0, 1), has_aux=True))
+    (total, _), grads = fun(x, weight, np.full_like(targets, -1))
+    assert float(total) == 0 and all((np.asarray(g) == 0).all() for g in grads)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 10])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2), (1, 3)])
-def test_every_token_of_the_last_stage_goes_to_one_device(num_tokens, tensor, pipeline):
-    mesh = make_mesh(tensor=tensor, pipeline=pipeline)
-    # On the other stages there is something else, which must not leak, not even as NaN.
-    x = np.full((pipeline, num_tokens, 1), np.nan, np.float32)
-    x[-1, :, 0] = np.arange(num_tokens)
-    targets = np.arange(num_tokens, dtype=np.int32)
+def test_the_vocabulary_may_be_cut_over_devices():
+    x, weight, targets = draw()
+    weight = np.concatenate([weight, weight[:, :1] * 0.3], 1)  # 12 columns on 2 x 2 devices
+    spec = LossSpec(12, ("tensor", "pipeline"), chunk=4, soft_cap=3.0, label_smoothing=0.2, z_loss=0.1)
+    mesh, cut = make_mesh(tensor=2, pipeline=2), P(None, ("tensor", "pipeline"))
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("pipeline"), P()), out_specs=P(("pipeline", "tensor")))
-    def share(x, targets):
-        x, targets = share_tokens(x[0], targets)
-        return jnp.concatenate([x, targets[:, None].astype(x.dtype)], axis=1)
+    def local(x, weight, targets):
+        first = (jax.lax.axis_index("tensor") * 2 + jax.lax.axis_index("pipeline")) * weight.shape[1]
+        loss, nll = cross_entropy(spec, x, weight, targets, first)
+        return loss.sum() + 0.5 * nll.sum()
 
-    shared = np.asarray(jax.jit(share)(x, targets))
-    assert len(shared) == -(-num_tokens // (tensor * pipeline)) * tensor * pipeline
-    np.testing.assert_array_equal(shared[:num_tokens, 0], targets)
-    np.testing.assert_array_equal(shared[:num_tokens, 1], targets)
-    assert (shared[num_tokens:, 1] == -1).all()
+    mapped = jax.shard_map(jax.value_and_grad(local, (0, 1)), mesh=mesh, in_specs=(P(), cut, P()), out_specs=(P(), (P(), cut)))
+    got = jax.jit(mapped)(x, weight, targets)
+    whole = spec._replace(axes=())
+    want = jax.jit(jax.value_and_grad(lambda *a: sums(whole, *a)[0], (0, 1)))(x, weight, targets)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_pipeline_applies_every_stage_with_its_own_microbatch(stages, num_microbatches):
-    """Stage s maps x to x * weight[s] + place: the order of the stages and the place of each piece both show."""
+def test_no_array_holds_all_logits():
+    """Compiled for 4,096 tokens and 32,768 words: the logits would have 512 MiB."""
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((4096, 16), "float32"), ((16, 32768), "float32"), ((4096,), "int32"))]
+    fun = jax.value_and_grad(functools.partial(sums, LossSpec(32768, chunk=128)), (0, 1), has_aux=True)
+    used = jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    assert used < 4096 * 32768 * 4 / 8, used
+
+
+@pytest.mark.parametrize(("stages", "repeats"), [(2, 1), (4, 1), (4, 2), (2, 3)])
+def test_layer_order(stages: int, repeats: int):
+    """Going round the stages in order meets the layers in order."""
+    order = layer_order(12 if repeats == 3 else 8, stages, repeats)
+    held = order.reshape(stages, repeats, -1)
+    np.testing.assert_array_equal(np.concatenate([held[s, r] for r in range(repeats) for s in range(stages)]), np.arange(len(order)))
+
+
+@pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 4])
+def test_pipeline_applies_every_layer_with_its_own_microbatch(stages, repeats, num_microbatches):
+    """Layer i maps x to x * weight[i] + place: the order of the layers and the place of each piece both show."""
+    if repeats > 1 and num_microbatches % stages:
+        num_microbatches = 2 * stages
     mesh = make_mesh(pipeline=stages)
-    rng = np.random.default_rng(0)
-    weight = rng.normal(size=stages).astype(np.float32)
+    rng, layers = np.random.default_rng(0), stages * repeats
+    weight = rng.normal(size=layers).astype(np.float32)
     x = rng.normal(size=(num_microbatches, 2, 3)).astype(np.float32)
     place = rng.integers(0, 9, (num_microbatches, 2, 1)).astype(np.int32)
+    order = layer_order(layers, stages, repeats)
 
     def local(weight, x, place):
-        out = run_pipeline(lambda x, place: x * weight[0] + place, x, place)
+        out = run_pipeline(lambda w, x, place: x * w[0] + place, weight, x, place, repeats=repeats)
         is_last = jax.lax.axis_index("pipeline") == stages - 1
         return jax.lax.psum(jnp.where(is_last, jnp.sum(out**2), 0.0), "pipeline")
 
     def plain(weight, x):
-        for s in range(stages):
-            x = x * weight[s] + place
+        for i in np.argsort(order):
+            x = x * weight[i] + place
         return jnp.sum(x**2)
 
     specs = (P("pipeline"), P(), P())
     piped = jax.shard_map(
-        lambda *args: jax.value_and_grad(local, (0, 1))(*args),
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=(P(), specs[:2]),
+        lambda *args: jax.value_and_grad(local, (0, 1))(*args), mesh=mesh, in_specs=specs, out_specs=(P(), specs[:2])
     )
     loss, grads = jax.jit(piped)(weight, x, place)
     want, want_grads = jax.value_and_grad(plain, (0, 1))(weight, x)

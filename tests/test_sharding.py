@@ -9,10 +9,18 @@ from flax import nnx
 from jax import P
 
 from models import ModelConfig, Transformer
-from models.sharding import LOGICAL_AXES, ShardingRules, check_divisibility, param_specs, parameter_name
+from models.sharding import (
+    LOGICAL_AXES,
+    RULES,
+    ShardingRules,
+    check_divisibility,
+    make_rules,
+    param_specs,
+    parameter_name,
+)
 
 CONFIG = ModelConfig(
-    vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, remat="none"
+    vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, remat="none", mtp_depth=2
 )
 
 
@@ -31,12 +39,20 @@ def test_every_parameter_has_a_spec_of_its_rank():
 
 def test_specs_cut_columns_then_rows_over_tensor_and_layers_over_pipeline():
     specs = param_specs(abstract_model())
-    assert specs.layers.attention.query.get_value() == P("pipeline", None, "tensor", None)
-    assert specs.layers.attention.output.get_value() == P("pipeline", "tensor", None, None)
-    assert specs.layers.mlp.up.get_value() == P("pipeline", None, "tensor")
-    assert specs.layers.mlp.down.get_value() == P("pipeline", "tensor", None)
+    width, vocabulary = ("data", "sequence"), ("tensor", "pipeline")
+    assert specs.layers.attention.query.get_value() == P("pipeline", width, "tensor", None)
+    assert specs.layers.attention.output.get_value() == P("pipeline", "tensor", None, width)
+    assert specs.layers.mlp.up.get_value() == P("pipeline", width, "tensor")
+    assert specs.layers.mlp.down.get_value() == P("pipeline", "tensor", width)
     assert specs.layers.mlp_norm.scale.get_value() == P("pipeline", None)
-    assert specs.embedding.get_value() == P(None, None)
+    assert specs.embedding.get_value() == P(vocabulary, width)
+    assert specs.unembedding.get_value() == P(width, vocabulary)
+
+
+def test_weights_stay_whole_where_their_width_cannot_be_cut():
+    rules = make_rules(CONFIG, {"data": 1, "sequence": 3})
+    assert rules.spec("layers", "embed", "mlp") == P("pipeline", None, "tensor")
+    assert make_rules(CONFIG, {"data": 2, "sequence": 4}) == RULES
 
 
 def test_tied_model_has_no_second_table():
@@ -50,7 +66,7 @@ def test_tied_model_has_no_second_table():
 
 
 def test_one_mesh_axis_cannot_cut_an_array_twice():
-    with pytest.raises(ValueError, match=r"'tensor' cuts both 'embed' and 'kv_heads'.*another rule"):
+    with pytest.raises(ValueError, match=r"'tensor' cuts both 'vocab' and 'embed'.*another rule"):
         param_specs(abstract_model(), ShardingRules(embed="tensor"))
     with pytest.raises(ValueError, match="'sequence' cuts both 'vocab' and 'embed'"):
         ShardingRules(vocab=("data", "sequence"), embed="sequence").spec("vocab", "embed")
@@ -78,7 +94,7 @@ def test_sizes_that_a_mesh_cannot_cut(mesh, text):
 
 def test_all_problems_are_listed_at_once():
     problems = check_divisibility(CONFIG, {"data": 7, "tensor": 5, "pipeline": 3, "sequence": 9})
-    assert len(problems) == 4
+    assert len(problems) == 5
     assert check_divisibility(CONFIG, {"data": 7, "tensor": 2, "pipeline": 4, "sequence": 9}) == []
     assert check_divisibility(CONFIG, {}) == []
     uneven = dataclasses.replace(CONFIG, num_heads=5, head_dim=3)

@@ -5,14 +5,14 @@ per shard, so loss and gradients are the same on every mesh, however unevenly th
 without a target contributes exactly nothing, neither to the sum nor to a gradient, even if its logits are NaN.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from models import Transformer
-from models.collectives import gather_tokens, vocab_shard
+from models.collectives import gather_tokens, replicated, vocab_shard
 from models.sharding import RULES, psum
 from ring_jax import manual
 from train.config import TrainConfig
@@ -47,8 +47,11 @@ def final_activations(model: Transformer, batch: Batch, config: TrainConfig) -> 
     def cut(x: Array) -> Array:
         return x.reshape(pieces, rows // pieces, *x.shape[1:])
 
+    def stage(layers: Any, x: Array, place: Batch) -> Array:
+        return model.run_layers(x, place["positions"], place["segment_ids"], layout=config.layout, layers=layers)
+
     place = {name: cut(batch[name]) for name in ("positions", "segment_ids")}
-    x = run_pipeline(model, cut(model.embed(batch["tokens"])), place, layout=config.layout, repeats=config.repeats)
+    x = run_pipeline(stage, model.layers, cut(model.embed(batch["tokens"])), place, repeats=config.repeats)
     x = x.reshape(rows, *x.shape[2:])
     stages = manual.axis_size(RULES.layers)
     if stages == 1:
@@ -91,11 +94,4 @@ def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:
         objective += config.loss.mtp_weight / (depth - 1) * further.sum()
     count = jnp.sum(batch["targets"] >= 0, dtype=jnp.int32)
     sums = Sums(objective, nll.sum(), count)
-    return Sums(*(psum(_replicated(x), RULES.batch, RULES.sequence) for x in sums))
-
-
-def _replicated(x: Array) -> Array:
-    """A value that is equal on all tensor and pipeline shards, typed so where these have size 1."""
-    ones = tuple(a for a in (RULES.heads, RULES.layers) if manual.axis_is_manual(a) and manual.axis_size(a) == 1)
-    varying = jax.typeof(x).manual_axis_type.varying
-    return lax.psum(x, tuple(a for a in ones if a in varying)) if any(a in varying for a in ones) else x
+    return Sums(*(psum(replicated(x), RULES.batch, RULES.sequence) for x in sums))

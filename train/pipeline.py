@@ -22,6 +22,7 @@ All stages run every tick, in the bubble on values that are thrown away: no coll
 they see zeros for the place, that is segment 0, padding: attention then has no tile to compute.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from models import Transformer
 from models.sharding import RULES
 from ring_jax import manual
 
@@ -49,45 +49,36 @@ def bubble(stages: int, microbatches: int, repeats: int) -> float:
 
 
 @jax.named_scope("pipeline")
-def run_pipeline(model: Transformer, inputs: Array, place: Any, *, layout: str | None, repeats: int = 1) -> Array:
+def run_pipeline(
+    stage: Callable[[Any, Array, Any], Array], layers: Any, inputs: Array, place: Any, *, repeats: int = 1
+) -> Array:
     """Pass microbatches through all layers.
 
     Args:
-      model: this stage's layers.
-      inputs: [M, b, t, D], what enters the first layer.
-      place: positions and segment_ids, [M, b, T] each.
-      layout: order of the tokens. repeats: how often a microbatch goes round.
+      stage: (layers, x, place) -> x of the same shape and type.
+      layers: pytree of [n, ...], what this stage holds, in the order of `layer_order`.
+      inputs: [M, ...], what enters the first layer, microbatch by microbatch.
+      place: pytree of [M, ...], what every stage must know of the microbatch it is working on.
+      repeats: how often a microbatch goes round; from 2 on M must be a multiple of the number of stages.
 
     Returns:
-      [M, b, t, D], behind the last layer on the last stage; on other stages something else.
+      [M, ...], behind the last layer on the last stage; on other stages something else.
     """
     stages, count = manual.axis_size(RULES.layers), inputs.shape[0]
-
-    def stage(x: Array, here: Any, layers: Any = None) -> Array:
-        return model.run_layers(x, here["positions"], here["segment_ids"], layout=layout, layers=layers)
-
     if stages == 1 and count == 1:
-        return stage(inputs[0], jax.tree.map(lambda p: p[0], place))[None]
+        return stage(layers, inputs[0], jax.tree.map(lambda p: p[0], place))[None]
     if stages == 1:
-        return lax.map(lambda piece: stage(*piece), (inputs, place))
-    return _run_stages(model, stage, inputs, place, stages, repeats)
-
-
-def _run_stages(model: Transformer, stage: Any, inputs: Array, place: Any, stages: int, repeats: int) -> Array:
-    index, count = manual.axis_index(RULES.layers), inputs.shape[0]
+        return lax.map(lambda piece: stage(layers, *piece), (inputs, place))
+    index = manual.axis_index(RULES.layers)
     to_next = [(i, (i + 1) % stages) for i in range(stages)]
-    groups = jax.tree.map(lambda w: w.reshape(repeats, -1, *w.shape[1:]), model.layers)
-
-    def work(tick: Array) -> tuple[Array, Array, Array]:
-        """(whether there is any, microbatch, repeat) of this stage."""
-        number = tick - index
-        group, rest = number // (stages * repeats), number % (stages * repeats)
-        if repeats == 1:
-            return (number >= 0) & (number < count), number, jnp.zeros_like(number)
-        return (number >= 0) & (number < count * repeats), group * stages + rest % stages, rest // stages
+    groups = jax.tree.map(lambda w: w.reshape(repeats, -1, *w.shape[1:]), layers)
 
     def run_tick(received: Array, tick: Array) -> tuple[Array, Array]:
-        works, microbatch, repeat = work(tick)
+        number = tick - index
+        works = (number >= 0) & (number < count * repeats)
+        group, rest = number // (stages * repeats), number % (stages * repeats)
+        microbatch = number if repeats == 1 else group * stages + rest % stages
+        repeat = jnp.zeros_like(number) if repeats == 1 else rest // stages
         microbatch = jnp.clip(microbatch, 0, count - 1)
 
         def of_microbatch(p: Array) -> Array:
@@ -95,18 +86,17 @@ def _run_stages(model: Transformer, stage: Any, inputs: Array, place: Any, stage
             return jnp.where(works, here, jnp.zeros_like(here))
 
         entering = lax.dynamic_index_in_dim(inputs, microbatch, keepdims=False)
-        layers = None
-        if repeats > 1:
-            layers = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), groups)
         x = jnp.where((index == 0) & (repeat == 0), entering, received)
-        x = stage(x, jax.tree.map(of_microbatch, place), layers)
+        here = layers
+        if repeats > 1:
+            here = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), groups)
+        x = stage(here, x, jax.tree.map(of_microbatch, place))
         return lax.ppermute(x, RULES.layers, to_next), x
 
-    inputs = manual.vary_alike(inputs, index, jax.tree.leaves(model.layers))[0]
-    ticks = jnp.arange(repeats * count + stages - 1)
-    _, outputs = lax.scan(run_tick, jnp.zeros_like(inputs[0]), ticks)
-    microbatches = np.arange(count)
+    inputs = manual.vary_alike(inputs, index, jax.tree.leaves(layers))[0]
+    _, outputs = lax.scan(run_tick, jnp.zeros_like(inputs[0]), jnp.arange(repeats * count + stages - 1))
     if repeats == 1:
         return outputs[stages - 1 :]
-    last = (microbatches // stages) * stages * repeats + (repeats - 1) * stages + microbatches % stages
+    microbatch = np.arange(count)
+    last = (microbatch // stages) * stages * repeats + (repeats - 1) * stages + microbatch % stages
     return outputs[last + stages - 1]

@@ -48,13 +48,10 @@ def reorder_layers(tree: Any, before: np.ndarray, after: np.ndarray) -> Any:
         return tree
     index = np.argsort(before)[after]
 
-    def reorder(node: Any) -> Any:
-        if isinstance(node, Transformer):
-            node = jax.tree.map(lambda x: x, node)
-            node.layers = jax.tree.map(lambda x: x[index], node.layers)
-        return node
+    def reorder(path: tuple[Any, ...], x: Any) -> Any:
+        return x[index] if any(getattr(key, "name", None) == "layers" for key in path) else x
 
-    return jax.tree.map(reorder, tree, is_leaf=lambda node: isinstance(node, Transformer))
+    return jax.tree_util.tree_map_with_path(reorder, tree)
 
 
 def state_specs(config: TrainConfig) -> TrainState:
