@@ -113,8 +113,8 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             bisect.insort(rooms, room)
         by_room[room] += some
 
-    starts = np.flatnonzero(np.diff(sizes, prepend=-1))
-    for begin, end in zip(starts.tolist(), [*starts[1:].tolist(), len(sizes)], strict=True):
+    begin = 0
+    for end in (np.flatnonzero(np.diff(sizes, append=-1)) + 1).tolist():
         size = int(sizes[begin])
         while begin < end:
             place = bisect.bisect_left(rooms, size)

@@ -15,6 +15,7 @@ is data: nothing is unpickled or executed.
     from the source on, with `:number` for a line, row or record; numbers count from 1.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import io
@@ -101,16 +102,21 @@ class SourceFile:
         extension = os.path.splitext(self.name.lower())[1]
         return extension if extension in _COMPRESSED else ""
 
-    def open(self) -> typing.BinaryIO:
-        """Its bytes, decompressed."""
+    @contextlib.contextmanager
+    def open(self) -> Iterator[typing.Any]:
+        """Its bytes, decompressed; a binary stream."""
         if self.is_local:
             raw = Path(self.path).open("rb")
         else:
             system, path = fsspec.core.url_to_fs(self.path)
             raw = system.open(path, "rb")
-        if self.compression == ".gz":
-            return typing.cast(typing.BinaryIO, gzip.GzipFile(fileobj=raw))
-        return io.BufferedReader(_ZstdFile(raw), _CHUNK) if self.compression else raw
+        with raw:
+            if self.compression == ".gz":
+                yield gzip.GzipFile(fileobj=raw)
+            elif self.compression == ".zst":
+                yield io.BufferedReader(_ZstdFile(raw), _CHUNK)
+            else:
+                yield raw
 
 
 def list_files(path: str) -> list[SourceFile]:
@@ -317,18 +323,13 @@ class _ZstdFile(io.RawIOBase):
         self._output = self._output[size:]
         return size
 
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
 
 def _list_remote(path: str) -> list[SourceFile]:
     """The files at an fsspec address."""
     try:
         system, root = fsspec.core.url_to_fs(path)
-        if not system.exists(root):
-            raise ValueError(f"data.path={path!r} does not exist; correct the address")
-        found = system.find(root) if system.isdir(root) else [root]
+        exists = system.exists(root)
+        found = (system.find(root) if system.isdir(root) else [root]) if exists else []
         names = {file: _relative(file, root) for file in found}
         kept = sorted((name, file) for file, name in names.items() if not _is_hidden(name))
         stamps = [str(system.ukey(file)) for _, file in kept]
@@ -336,13 +337,13 @@ def _list_remote(path: str) -> list[SourceFile]:
         raise ValueError(
             f"data.path={path!r} needs a package that is not installed ({error}); install it, or copy the data here"
         ) from error
-    except ValueError:
-        raise
     except Exception as error:  # each store raises its own kind
         raise ValueError(
             f"data.path={path!r} cannot be listed ({type(error).__name__}: {_reason(error)}); correct the address or "
             "the credentials of this machine"
         ) from error
+    if not exists:
+        raise ValueError(f"data.path={path!r} does not exist; correct the address")
     if not kept:
         raise ValueError(f"data.path={path!r} is a folder without files; name another folder")
     return [
