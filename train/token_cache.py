@@ -40,7 +40,7 @@ _META, _INDEX = "meta.json", "index.npz"
 _SAY_EVERY = 2**28
 
 
-class CacheDamaged(Exception):
+class CacheDamaged(ValueError):
     """The cache cannot be used; the message says why."""
 
 
@@ -212,6 +212,8 @@ def open_cache(folder: pathlib.Path) -> TokenCache:
                 [shard["records"] for shard in meta["shards"]],
             ),
         )
+    except CacheDamaged:
+        raise
     except OSError as error:
         raise CacheDamaged(f"{pathlib.Path(error.filename or '').name or 'a file'}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -231,6 +233,7 @@ def build_cache(
     Raises:
         ValueError: the folder cannot be written, or a document cannot be read.
     """
+    folder = folder.absolute()
     partial = folder.with_name(f"{folder.name}.part-{socket.gethostname()}-{os.getpid()}")
     try:
         _remove_abandoned(folder, say)
@@ -238,13 +241,7 @@ def build_cache(
         meta = _write(partial, documents, tokenizer, say)
         meta |= {"skipped": damage.skipped[:_MAX_LISTED], "num_skipped": len(damage.skipped)}
         _write_file(partial / _META, json.dumps(meta, indent=1).encode())
-        if folder.exists():
-            shutil.rmtree(folder)
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was quicker, and made the same
-            open_cache(folder)
-        return open_cache(folder)
+        return _put_in_place(partial, folder)
     except (OSError, RuntimeError) as error:  # ArrayRecord reports a full disk as RuntimeError
         reason = getattr(error, "strerror", None) or str(error)[:200]
         raise ValueError(
@@ -253,6 +250,20 @@ def build_cache(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put_in_place(partial: pathlib.Path, folder: pathlib.Path) -> TokenCache:
+    """Rename, unless another process was quicker: it made the same, and reads it already."""
+    try:
+        return open_cache(folder)
+    except CacheDamaged:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+    return open_cache(folder)
 
 
 def _write(
