@@ -11,7 +11,7 @@ import pytest
 from documents import write_folder
 
 from train import text as text_module
-from train.config import DataConfig
+from train.config import DataConfig, SourceConfig
 from train.data import Corpus, Document, Part, batches, decode, encode, load_corpus
 
 
@@ -212,6 +212,34 @@ def test_broken_link_and_pipe_are_named(tmp_path):
     os.mkfifo(Path(path, "pipe"))
     with pytest.raises(ValueError, match=r"pipe' is not a regular file; leave it out"):
         load_corpus(config(path))
+
+
+def test_long_documents_are_counted_or_refused(tmp_path):
+    path = write_folder(tmp_path, {f"f{i:02}.txt": "x" * 4 + "\n" * (i % 7 == 0) * 9 for i in range(40)})
+    corpus = load_corpus(config(path))
+    num_long = sum(len(document) > 8 for document in corpus.train)
+    assert num_long
+    assert f"{num_long:,} training documents longer than a row of 8 tokens, split into {2 * num_long} pieces" in (
+        corpus.summary(8)
+    )
+    with pytest.raises(
+        ValueError, match=r"6 of 40 documents are longer than data.seq_len=8 .*longest has 13.*-len 13 or"
+    ):
+        load_corpus(config(path, long_documents="refuse"))
+    assert load_corpus(config(path, long_documents="refuse", seq_len=13)).fingerprint == corpus.fingerprint
+
+
+def test_every_source_is_split_by_itself(tmp_path):
+    """Also a single file, whose name alone might have put all of it on one side."""
+    write_folder(tmp_path, {f"many/f{i:02}.txt": "some text\n" * 9 for i in range(20)} | {"one.txt": "a line\n" * 99})
+    sources = tuple(SourceConfig(path=str(tmp_path / name)) for name in ("many", "one.txt"))
+    corpus = load_corpus(DataConfig(sources=sources, seq_len=8, batch_size=1, held_out_fraction=0.25))
+    assert [part.split_by for part in corpus.parts] == ["file", "tail"]
+    assert len(corpus.train) == sum(len(part.train) for part in corpus.parts)
+    assert corpus.train[-1].name == "one.txt"
+    assert [document.name for document in corpus.held_out][-1].startswith("one.txt (from byte")
+    with pytest.raises(IndexError):
+        corpus.train[len(corpus.train)]
 
 
 # ---- Python's own sources ----

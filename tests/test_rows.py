@@ -10,8 +10,10 @@ from documents import MISSING, SEQ_LEN, assert_same_batch, expected_pieces, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ring_jax import make_mesh
 from train.data import Document, batches, deeper_targets, held_out_batches, padding_share, rows_for
 from train.rows import Interleave, Rows, local_data_indices
+from train.step import _shard
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, SEQ_LEN, 64, 1000])
@@ -322,7 +324,17 @@ def test_the_padding_of_a_mixture_is_that_of_its_rows():
     assert rows.padding_share == pytest.approx(0.75 * 7 / 16)
 
 
-def test_the_data_indices_of_one_process_are_all():
-    from ring_jax import make_mesh
+def test_a_process_places_the_rows_that_it_read():
+    """What each device of a mesh (data 4, sequence 2) asks for, out of the rows of the process that holds it."""
+    whole = np.arange(12 * 8).reshape(12, 8)
+    for held in ((0, 1, 2, 3), (0, 2), (1, 3), (3,)):
+        own = np.concatenate([whole[list(rows_for(0, batch_size=12, data_index=i, num_data=4))] for i in held])
+        for index in held:
+            for columns in (slice(0, 4), slice(4, 8), slice(None)):
+                place = (slice(index * 3, index * 3 + 3), columns)
+                np.testing.assert_array_equal(_shard(own, held, place), whole[place])
+    np.testing.assert_array_equal(_shard(whole, (0,), (slice(None), slice(0, 4))), whole[:, :4])
 
+
+def test_the_data_indices_of_one_process_are_all():
     assert local_data_indices(make_mesh(data=4, sequence=2)) == (0, 1, 2, 3)

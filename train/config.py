@@ -71,8 +71,7 @@ class DataConfig:
     """What text is read, as which tokens, and how it is cut into rows."""
 
     path: str | None = None
-    """A file, a folder or an fsspec address (s3://...) of text (a file is a document), JSON lines (.jsonl), Parquet or
-    ArrayRecord, also .gz or .zst. None: the Python standard library's own sources."""
+    """File, folder or fsspec address of text, JSON lines, Parquet, ArrayRecord. None: Python's own sources."""
     field: str = "text"
     """JSON lines: the field with the text; Parquet: the column."""
     sources: tuple[SourceConfig, ...] = ()
@@ -82,8 +81,7 @@ class DataConfig:
     end_token: str = ""
     """Special token of that tokenizer at the end of every document; empty: none."""
     cache: str | None = None
-    """Folder for tokenised documents (`python -m train prepare`). None: .cache/tokens; but text files as bytes stay in
-    memory."""
+    """Folder for tokenised documents. None: .cache/tokens, but text files as bytes stay in memory."""
     long_documents: LongDocuments = "split"
     """A document longer than a row: split into pieces that are segments of their own, or refuse."""
     on_error: OnError = "raise"

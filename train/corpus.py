@@ -115,7 +115,7 @@ class Corpus:
         for part in self.parts:
             share = f" ({part.weight / total:.2%} of the rows)" if len(self.parts) > 1 else ""
             packing = part.packing(seq_len)
-            num_pieces = int(sum(-(-packing.lengths[packing.lengths > seq_len] // seq_len)))
+            num_pieces = int(np.sum(-(-packing.lengths[packing.lengths > seq_len] // seq_len)))
             lines += [
                 f"text: {part.source}{share}",
                 f"  training: {len(part.train):,} documents, {packing.num_tokens:,} {unit}",
@@ -185,6 +185,7 @@ class _Joined(Sequence[AnyDocument]):
     def __getitem__(self, index: typing.Any) -> typing.Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
+        index += len(self) if index < 0 else 0
         if not 0 <= index < len(self):
             raise IndexError(index)
         which = int(np.searchsorted(self._ends, index, side="right"))

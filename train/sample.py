@@ -25,9 +25,9 @@ NUM_TOKENS = 240
 
 def choose_prompt(documents: Documents, *, length: int = WINDOW) -> np.ndarray:
     """Tokens from the middle of the longest document; fewer than `length` when no document has so many."""
-    text = documents[int(np.argmax(lengths_of(documents)))].tokens
+    text = documents[int(np.argmax(lengths_of(documents)))]
     start = max(0, (len(text) - length) // 2)
-    return np.asarray(text[start : start + length], np.int32)
+    return np.asarray(text.read(start, start + length), np.int32)
 
 
 def continue_text(
