@@ -7,6 +7,7 @@ everything else is tokenised once, into a cache (`train.token_cache`). Rows do n
 
 import hashlib
 import json
+import os
 import pathlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,7 +207,9 @@ def _cache(
     if files is None:
         stamps = [[document.name, document.digest.hex()] for document in read_standard_library()]
     else:
-        stamps = [[file.name, file.stamp] for file in files]
+        stamps = [
+            [file.name, os.path.realpath(file.path) if file.is_local else file.path, file.stamp] for file in files
+        ]
     key = json.dumps([VERSION, tokenizer.fingerprint, field, stamps])
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
     folder = pathlib.Path(data.cache or DEFAULT_CACHE).expanduser() / name

@@ -270,7 +270,9 @@ def _finish(
     """Score, picture, sample, `summary.json`."""
     rows = metrics.read_rows(run.run_dir)
     bits_per_byte = held_out_loss / math.log(2) / run.corpus.bytes_per_token
-    save_loss_plot(run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram)
+    save_loss_plot(
+        run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram, bytes_per_token=run.corpus.bytes_per_token
+    )
     summary = {
         "step": progress.step,
         "held_out_loss": held_out_loss,

@@ -15,6 +15,7 @@ from typing import Any
 from train.rows import Batch, BatchIterator
 
 _POLL_S = 0.1
+_JOIN_S = 10.0
 
 
 class Prefetch(Iterator[Batch]):
@@ -70,10 +71,10 @@ class Prefetch(Iterator[Batch]):
         return self._state
 
     def close(self) -> None:
-        """End the thread; what it made ahead is dropped."""
+        """End the thread; what it made ahead is dropped. A thread that a dead disk holds is left behind."""
         self._stop.set()
         if self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_S)
 
     def _take(self) -> tuple[Batch | None, Any]:
         while True:

@@ -116,7 +116,7 @@ class StepReporter:
 
     def held_out(self, step: int, loss: float) -> None:
         """Say what an evaluation found."""
-        self._say(f"step {step}/{self._num_steps}  held-out loss {loss:.4f} = {loss / math.log(2):.3f} bits per byte")
+        self._say(f"step {step}/{self._num_steps}  held-out loss {loss:.4f} = {loss / math.log(2):.3f} bits per token")
 
     def _say(self, text: str) -> None:
         """Print a line of its own, above the bar where there is one."""
