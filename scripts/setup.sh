@@ -18,7 +18,7 @@ version_of() {
 # Says what the errors of pip in $log mean and what to do.
 explain() {
     if grep -q -i -E 'NewConnection|NameResolution|ConnectTimeout|Read timed out|Network is unreachable|SSLError' "$log"; then
-        echo "error: the package registry could not be reached, and the first set-up needs it (about 250 MB)."
+        echo "error: the package registry could not be reached, and the first set-up needs it (about 320 MB)."
         echo "  fix: connect to the network; behind a proxy or a mirror set HTTPS_PROXY, PIP_INDEX_URL or PIP_CERT; then run make again"
     elif grep -q 'No matching distribution\|not a supported wheel' "$log"; then
         echo "error: a pinned package has no wheel for $(uname -sm) with $(version_of "$venv/bin/python")."
@@ -60,7 +60,7 @@ if ! PYTHON="$venv/bin/python" sh scripts/find_python.sh >/dev/null 2>&1 || ! "$
 fi
 
 count=$(grep -c '==' "$requirements")
-echo "Installing about $count pinned packages into $venv (250 MB to download, 1 GB on disk; a minute or two)"
+echo "Installing about $count pinned packages into $venv (320 MB to download, 1.2 GB on disk; a minute or two)"
 PIP_CACHE_DIR=${PIP_CACHE_DIR:-$PWD/.cache/pip}
 export PIP_CACHE_DIR
 failed=$venv/install.failed

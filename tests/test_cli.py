@@ -21,7 +21,7 @@ def refused(capsys, *argv):
     code = cli.main([str(word) for word in argv])
     captured = capsys.readouterr()
     assert code == 2
-    assert captured.out == "" or captured.out.startswith("simulating")
+    assert captured.out == "" or captured.out.startswith(("simulating", "tokens: making"))
     assert captured.err.startswith("error: ")
     assert "Traceback" not in captured.err
     return captured.err
@@ -43,7 +43,11 @@ def refused(capsys, *argv):
         (["run", TINY, "--data.path", "no/such/folder"], ["data.path='no/such/folder' does not exist"]),
         (["run", TINY, "--run-dir", "no/such/run", "--resume"], ["'no/such/run' does not exist", "without --resume"]),
         (["run", TINY, "--run-dir", "tests"], ["run_dir='tests' already holds a run", "--resume", "another --run-dir"]),
-        *(([command, TINY], [f"the command '{command}' is not built yet"]) for command in cli.COMMANDS[1:]),
+        *(
+            ([command, TINY], [f"the command '{command}' is not built yet"])
+            for command in cli.COMMANDS
+            if command not in cli.BUILT
+        ),
     ],
     ids=lambda value: " ".join(value).replace(TINY, "TINY") if isinstance(value, list) else None,
 )
@@ -83,6 +87,35 @@ def test_a_wrong_flag_gets_a_suggestion(capsys, argv, part):
         cli.main(["run", TINY, *argv])
     assert caught.value.code == 2
     assert part in capsys.readouterr().err
+
+
+def test_prepare_makes_the_cache_that_a_run_uses(capsys, tmp_path):
+    """Also with several sources, which a configuration file names."""
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": f"line {i} " * 20}) + "\n" for i in range(30)))
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses, runpy\n"
+        "from train.config import DataConfig, SourceConfig\n"
+        "def config():\n"
+        f"    tiny = runpy.run_path({TINY!r})['config']()\n"
+        f"    sources = (SourceConfig(path={write_text(tmp_path / 'text')!r}, weight=3),\n"
+        f"               SourceConfig(path={str(tmp_path / 'b.jsonl')!r}, field='body'))\n"
+        "    return dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, sources=sources))\n"
+    )
+    words = ["prepare", str(tmp_path / "mine.py"), "--data.cache", str(tmp_path / "cache")]
+    assert cli.main(words) == 0
+    output = capsys.readouterr().out
+    assert output.count("tokens: making") == 2
+    for part in ("text (75.00% of the rows)", "b.jsonl (25.00% of the rows)", "% padding", "rows an epoch"):
+        assert part in output
+    assert cli.main([*words, "--data.sources.1.weight", "1.0"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("made before") == 2 and "making" not in output
+    assert "b.jsonl (25.00% of the rows)" in output
+    assert cli.main(["prepare", TINY, "--data.path", str(tmp_path / "text")]) == 0
+    assert "text files as bytes stay in memory: nothing was written" in capsys.readouterr().out
+    assert "line 1: no field 'text'; its fields are 'body'" in refused(
+        capsys, "prepare", TINY, "--data.path", tmp_path / "b.jsonl", "--data.cache", tmp_path / "cache"
+    )
 
 
 def test_help(capsys):

@@ -1,9 +1,6 @@
-"""Documents, the held-out split, packing, and the saved position of the data."""
+"""The text of a run: sources, the held-out split, caches, and text that is refused."""
 
-import collections
 import hashlib
-import itertools
-import json
 import os
 import sys
 import time
@@ -11,274 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import write_folder
 
-from train import data as data_module
 from train import text as text_module
-from train.config import DataConfig
-from train.data import (
-    Corpus,
-    Document,
-    batches,
-    decode,
-    encode,
-    held_out_batches,
-    load_corpus,
-    padding_share,
-    split_report,
-)
-
-SEQ_LEN = 16
-LENGTHS = [1, 2, SEQ_LEN - 1, SEQ_LEN, SEQ_LEN + 1, 2 * SEQ_LEN, 2 * SEQ_LEN + 1, 5, 40, 7, 3, 100]
-MISSING = -1
-
-
-def make_documents(lengths=LENGTHS, seed=0, low=1):
-    rng = np.random.default_rng(seed)
-    return [Document(f"d{i}", rng.integers(low, 256, length).astype(np.uint8)) for i, length in enumerate(lengths)]
-
-
-def expected_pieces(documents, seq_len):
-    """Every (tokens, targets) piece of the documents, written out naively."""
-    pieces = collections.Counter()
-    for document in documents:
-        tokens = [int(token) for token in document.tokens]
-        targets = [*tokens[1:], MISSING]
-        for start in range(0, len(tokens), seq_len):
-            pieces[tuple(tokens[start : start + seq_len]), tuple(targets[start : start + seq_len])] += 1
-    return pieces
-
-
-def segments(batch):
-    """(tokens, targets) of every segment of a batch, after checking how its rows are laid out."""
-    for row in range(len(batch["tokens"])):
-        tokens, targets, positions, ids = (
-            batch[name][row].tolist() for name in ("tokens", "targets", "positions", "segment_ids")
-        )
-        runs = [(segment, len(list(run))) for segment, run in itertools.groupby(ids)]
-        num_segments = len(runs) - (runs[-1][0] == 0)
-        assert [segment for segment, _ in runs][:num_segments] == list(range(1, num_segments + 1)), "ids are 1, 2, ..."
-        start = 0
-        for segment, length in runs:
-            part = slice(start, start + length)
-            start += length
-            if segment == 0:
-                assert tokens[part] == [0] * length
-                assert targets[part] == [MISSING] * length
-                assert positions[part] == [0] * length
-            else:
-                assert positions[part] == list(range(length)), "positions restart at 0 in each segment"
-                yield tuple(tokens[part]), tuple(targets[part])
-
-
-def pieces_in(some_batches):
-    return collections.Counter(piece for batch in some_batches for piece in segments(batch))
-
-
-def assert_same_batch(first, second):
-    assert first.keys() == second.keys()
-    for name in first:
-        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-
-
-def write_folder(root, files):
-    for name, content in files.items():
-        path = Path(root, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return str(root)
+from train.config import DataConfig, SourceConfig
+from train.data import Corpus, Document, Part, batches, decode, encode, load_corpus
 
 
 def config(path, **fields):
     return DataConfig(**{"path": path, "seq_len": 8, "batch_size": 1, "held_out_fraction": 0.25, **fields})
-
-
-# ---- packing ----
-
-
-@pytest.mark.parametrize("seq_len", [1, 7, SEQ_LEN, 64, 1000])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_an_epoch_holds_every_byte_and_target_exactly_once(seq_len, batch_size):
-    documents = make_documents()
-    epoch = list(batches(documents, seq_len=seq_len, batch_size=batch_size, seed=3, num_epochs=1))
-    for batch in epoch:
-        assert sorted(batch) == ["positions", "segment_ids", "targets", "tokens"]
-        assert all(x.dtype == np.int32 and x.shape == (batch_size, seq_len) for x in batch.values())
-    assert pieces_in(epoch) == expected_pieces(documents, seq_len)
-
-
-@pytest.mark.parametrize("seq_len", [5, SEQ_LEN, 300])
-def test_pairs_are_those_of_the_unpacked_documents(seq_len):
-    """Splitting and packing lose no prediction and invent none."""
-    documents = make_documents()
-    expected = collections.Counter()
-    for document in documents:
-        expected.update(itertools.pairwise(document.tokens.tolist()))
-    found = collections.Counter()
-    for batch in batches(documents, seq_len=seq_len, batch_size=2, seed=0, num_epochs=1):
-        scored = batch["targets"] != MISSING
-        found.update(zip(batch["tokens"][scored].tolist(), batch["targets"][scored].tolist(), strict=True))
-    assert found == expected
-
-
-def test_token_zero_is_a_target_only_where_the_text_has_it():
-    without = make_documents(low=1)
-    for batch in batches(without, seq_len=SEQ_LEN, batch_size=3, seed=0, num_epochs=1):
-        assert not (batch["targets"] == 0).any()
-    having = [Document("zeros", np.zeros(SEQ_LEN + 4, np.uint8))]
-    epoch = list(batches(having, seq_len=SEQ_LEN, batch_size=3, seed=0, num_epochs=1))
-    assert sum((batch["targets"] == 0).sum() for batch in epoch) == SEQ_LEN + 3
-
-
-def test_epochs_differ_in_order_and_each_is_complete(monkeypatch):
-    monkeypatch.setattr(data_module, "_MAX_WINDOW_ROWS", 2)  # so that the rows are close to the order of the pieces
-    documents = make_documents([SEQ_LEN] * 20)
-    rows = [
-        piece
-        for batch in batches(documents, seq_len=SEQ_LEN, batch_size=2, seed=0, num_epochs=3)
-        for piece in segments(batch)
-    ]
-    assert collections.Counter(rows) == collections.Counter(
-        {piece: 3 * count for piece, count in expected_pieces(documents, SEQ_LEN).items()}
-    )
-    epochs = [rows[start : start + 20] for start in (0, 20, 40)]
-    assert [set(epoch) for epoch in epochs] == [set(rows)] * 3
-    windows = [[set(epoch[start : start + 2]) for start in range(0, 20, 2)] for epoch in epochs]
-    assert windows[0] != windows[1] != windows[2]
-
-
-def test_endless_stream_loses_nothing_between_epochs(monkeypatch):
-    """At the end of every window the pieces so far are whole epochs and a part of one more: counts differ by 1."""
-    monkeypatch.setattr(data_module, "_MAX_WINDOW_ROWS", 3)
-    documents = make_documents()
-    expected = expected_pieces(documents, SEQ_LEN)
-    assert set(expected.values()) == {1}
-    stream = batches(documents, seq_len=SEQ_LEN, batch_size=1, seed=0)
-    seen, num_windows = collections.Counter(), 0
-    while seen.total() < 5 * expected.total():
-        seen.update(segments(next(stream)))
-        state = stream.get_state()
-        if state["next_row"] == 0:
-            num_windows += 1
-            assert seen.total() == state["parent"]["next_index"]
-            counts = [seen[piece] for piece in expected]
-            assert max(counts) - min(counts) <= 1
-    assert num_windows > 10
-    assert seen.keys() == expected.keys()
-
-
-def test_order_is_set_by_the_seed_alone():
-    def first_batches(seed):
-        other = batches(documents, seq_len=SEQ_LEN, batch_size=2, seed=7)
-        for batch in itertools.islice(batches(documents, seq_len=SEQ_LEN, batch_size=2, seed=seed), 8):
-            next(other)
-            yield batch
-
-    documents = make_documents()
-    for first, second in zip(first_batches(5), first_batches(5), strict=True):
-        assert_same_batch(first, second)
-    tokens = {seed: np.stack([batch["tokens"] for batch in first_batches(seed)]) for seed in (0, 1, 2**40)}
-    for one, other in itertools.combinations(tokens.values(), 2):
-        assert not np.array_equal(one, other)
-
-
-def test_seeds_do_not_share_epochs(monkeypatch):
-    """Seed 1 must not begin with the second epoch of seed 0."""
-    monkeypatch.setattr(data_module, "_MAX_WINDOW_ROWS", 1)
-    documents = make_documents([SEQ_LEN] * 30)
-
-    def order(seed):
-        return [
-            piece
-            for batch in batches(documents, seq_len=SEQ_LEN, batch_size=1, seed=seed, num_epochs=2)
-            for piece in segments(batch)
-        ]
-
-    assert order(0)[30:] != order(1)[:30]
-
-
-def test_negative_seed_is_refused():
-    with pytest.raises(ValueError, match=r"seed=-1 must not be negative"):
-        batches(make_documents(), seq_len=4, batch_size=1, seed=-1)
-
-
-@pytest.mark.parametrize(("window_rows", "stride"), [(1, 1), (3, 1), (64, 5)])
-def test_saved_state_continues_with_the_same_batches(monkeypatch, window_rows, stride):
-    """From every batch of three epochs: in the middle of a window, at its ends, and across the ends of epochs."""
-    monkeypatch.setattr(data_module, "_MAX_WINDOW_ROWS", window_rows)
-    documents = make_documents()
-    arguments = {"seq_len": SEQ_LEN, "batch_size": 2, "seed": 11}
-    num_batches = 3 * expected_pieces(documents, SEQ_LEN).total() // 2
-    unbroken = batches(documents, **arguments)
-    states, rest = [], []
-    for _ in range(num_batches):
-        states.append(json.dumps(unbroken.get_state()))
-        rest.append(next(unbroken))
-    for k, state in list(enumerate(states))[::stride]:
-        restored = batches(documents, **arguments)
-        next(restored)
-        restored.set_state(json.loads(state))
-        for expected in rest[k : k + 5]:
-            assert_same_batch(next(restored), expected)
-
-
-def test_reading_the_state_does_not_move_the_iterator():
-    documents = make_documents()
-    watched, plain = (batches(documents, seq_len=SEQ_LEN, batch_size=2, seed=0) for _ in range(2))
-    for _ in range(20):
-        watched.get_state()
-        assert_same_batch(next(watched), next(plain))
-
-
-def test_batches_do_not_share_memory():
-    stream = batches(make_documents(), seq_len=SEQ_LEN, batch_size=2, seed=0)
-    first = next(stream)
-    kept = {name: x.copy() for name, x in first.items()}
-    for batch in itertools.islice(stream, 10):
-        for x in batch.values():
-            x[...] = -5
-    assert_same_batch(first, kept)
-
-
-def test_split_report():
-    report = split_report(make_documents([1, SEQ_LEN, SEQ_LEN + 1, 3 * SEQ_LEN]), seq_len=SEQ_LEN)
-    assert (report.num_documents, report.num_split, report.num_split_pieces, report.num_pieces) == (4, 2, 5, 7)
-
-
-def test_padding_share():
-    batch = {"segment_ids": np.array([[1, 1, 2, 0], [1, 0, 0, 0]])}
-    full = {"segment_ids": np.ones((2, 4))}
-    assert padding_share([batch]) == 0.5
-    assert padding_share([batch, full]) == 0.25
-    assert padding_share([]) == 0.0
-
-
-def test_padding_is_small_on_documents_of_mixed_length():
-    documents = make_documents(np.random.default_rng(0).integers(1, 2000, 300))
-    assert padding_share(batches(documents, seq_len=256, batch_size=4, seed=0, num_epochs=1)) < 0.04
-
-
-# ---- held-out batches ----
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 50])
-def test_held_out_batches_score_every_target_once_and_never_change(batch_size):
-    documents = make_documents()
-    held_out = held_out_batches(documents, seq_len=SEQ_LEN, batch_size=batch_size)
-    first, second = list(held_out), list(held_out)
-    assert len(first) == len(second) > 0
-    for one, other in zip(first, second, strict=True):
-        assert_same_batch(one, other)
-    assert all(x.shape == (batch_size, SEQ_LEN) for batch in first for x in batch.values())
-    assert pieces_in(first) == expected_pieces(documents, SEQ_LEN)
-    num_targets = sum(int((batch["targets"] != MISSING).sum()) for batch in first)
-    assert num_targets == sum(len(document) - 1 for document in documents)
-
-
-def test_last_held_out_batch_is_filled_with_rows_of_padding():
-    (batch,) = held_out_batches(make_documents([SEQ_LEN] * 3), seq_len=SEQ_LEN, batch_size=5)
-    assert (batch["segment_ids"] != 0).any(axis=1).sum() == 3
-    assert not batch["segment_ids"][3:].any()
-    assert (batch["targets"][3:] == MISSING).all()
 
 
 # ---- the held-out split ----
@@ -294,7 +32,7 @@ def test_split_by_file_depends_on_the_name_alone(tmp_path):
     assert {document.name for document in some_files.held_out} == below & few.keys()
     assert {document.name for document in all_files.train} == files.keys() - below
     assert 5 < len(below) < 25
-    assert all_files.split_by == "file"
+    assert all_files.parts[0].split_by == "file"
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.999])
@@ -322,7 +60,7 @@ def test_a_single_file_holds_out_its_end(tmp_path, text):
     (train,), (held_out,) = corpus.train, corpus.held_out
     assert decode(train.tokens) + decode(held_out.tokens) == text, "whole characters on both sides"
     assert 0.2 < len(held_out) / len(text.encode()) < 0.3
-    assert corpus.split_by == "tail"
+    assert corpus.parts[0].split_by == "tail"
     assert "the end of the only file" in corpus.summary(8)
     assert (train.name, held_out.name) == ("book.txt", f"book.txt (from byte {len(train)})")
     if text.startswith("a line"):
@@ -331,8 +69,8 @@ def test_a_single_file_holds_out_its_end(tmp_path, text):
 
 def test_a_folder_with_one_file_that_is_not_empty_holds_out_its_end(tmp_path):
     corpus = load_corpus(config(write_folder(tmp_path, {"a.txt": "a line of text\n" * 9, "b.txt": ""})))
-    assert corpus.split_by == "tail"
-    assert corpus.num_empty == 1
+    assert corpus.parts[0].split_by == "tail"
+    assert corpus.parts[0].num_empty == 1
     assert "1 empty files left out" in corpus.summary(8)
 
 
@@ -365,8 +103,8 @@ def test_linked_files_are_read_once(tmp_path):
 def test_fingerprint_changes_with_any_byte_name_or_side():
     def fingerprint(train, held_out):
         documents = [[Document(name, encode(text)) for name, text in side] for side in (train, held_out)]
-        corpus = Corpus(source="", train=documents[0], held_out=documents[1], split_by="file", num_empty=0)
-        return corpus.fingerprint
+        part = Part(source="", train=documents[0], held_out=documents[1], split_by="file", num_empty=0)
+        return Corpus(parts=(part,)).fingerprint
 
     variants = [
         ([("a", "xy"), ("b", "z")], [("c", "w")]),
@@ -474,6 +212,34 @@ def test_broken_link_and_pipe_are_named(tmp_path):
     os.mkfifo(Path(path, "pipe"))
     with pytest.raises(ValueError, match=r"pipe' is not a regular file; leave it out"):
         load_corpus(config(path))
+
+
+def test_long_documents_are_counted_or_refused(tmp_path):
+    path = write_folder(tmp_path, {f"f{i:02}.txt": "x" * 4 + "\n" * (i % 7 == 0) * 9 for i in range(40)})
+    corpus = load_corpus(config(path))
+    num_long = sum(len(document) > 8 for document in corpus.train)
+    assert num_long
+    assert f"{num_long:,} training documents longer than a row of 8 tokens, split into {2 * num_long} pieces" in (
+        corpus.summary(8)
+    )
+    with pytest.raises(
+        ValueError, match=r"6 of 40 documents are longer than data.seq_len=8 .*longest has 13.*-len 13 or"
+    ):
+        load_corpus(config(path, long_documents="refuse"))
+    assert load_corpus(config(path, long_documents="refuse", seq_len=13)).fingerprint == corpus.fingerprint
+
+
+def test_every_source_is_split_by_itself(tmp_path):
+    """Also a single file, whose name alone might have put all of it on one side."""
+    write_folder(tmp_path, {f"many/f{i:02}.txt": "some text\n" * 9 for i in range(20)} | {"one.txt": "a line\n" * 99})
+    sources = tuple(SourceConfig(path=str(tmp_path / name)) for name in ("many", "one.txt"))
+    corpus = load_corpus(DataConfig(sources=sources, seq_len=8, batch_size=1, held_out_fraction=0.25))
+    assert [part.split_by for part in corpus.parts] == ["file", "tail"]
+    assert len(corpus.train) == sum(len(part.train) for part in corpus.parts)
+    assert corpus.train[-1].name == "one.txt"
+    assert [document.name for document in corpus.held_out][-1].startswith("one.txt (from byte")
+    with pytest.raises(IndexError):
+        corpus.train[len(corpus.train)]
 
 
 # ---- Python's own sources ----

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import pathlib
 import shutil
 import signal
 
@@ -21,6 +22,7 @@ from train.data import load_corpus
 from train.metrics import read_rows
 from train.signals import StopRequest
 from train.step import init_state, make_train_step
+from train.tokenizer import train_tokenizer
 
 ROW = {"step", "loss", "tokens_per_s", "step_time_s", "grad_norm", "lr"}
 
@@ -222,3 +224,25 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     for loss in (float("nan"), float("inf")):
         with pytest.raises(FloatingPointError, match=r"at step 3 must be finite; lower --optimizer\.learning-rate"):
             loop._check_finite(loss, 3, tmp_path)
+
+
+def test_a_run_on_tokens_scores_bytes_and_continues_its_rows(text, tmp_path):
+    """A tokenizer and a cache; stopped, and continued with the same rows; scored per byte of text."""
+    texts = [path.read_bytes() for path in sorted(pathlib.Path(text).iterdir())]
+    size = train_tokenizer(texts, vocab_size=300, out=tmp_path / "t.json")
+    data = DataConfig(
+        path=text, tokenizer=str(tmp_path / "t.json"), end_token="<|endoftext|>", cache=str(tmp_path / "cache"),
+        seq_len=64, batch_size=2, held_out_fraction=0.2,
+    )  # fmt: skip
+    model = dataclasses.replace(config().model, vocab_size=size)
+    whole, stopped = (config(data=data, model=model, run_dir=str(tmp_path / name)) for name in ("whole", "stopped"))
+    assert run(whole)[0] == 0
+    assert stop_after(stopped, 3)[0] == 130
+    assert run(dataclasses.replace(stopped, resume=True))[0] == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
+    bytes_per_token = load_corpus(data).bytes_per_token
+    assert bytes_per_token > 1.5
+    expected = summary["held_out_loss"] / np.log(2) / bytes_per_token
+    assert summary["held_out_bits_per_byte"] == pytest.approx(expected)
+    assert summary["bigram_bits_per_byte"] < 8

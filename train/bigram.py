@@ -12,14 +12,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from train.data import IGNORE, VOCAB_SIZE, Batch, Document, held_out_batches
+from train.data import IGNORE, VOCAB_SIZE, Batch, held_out_batches
+from train.text import AnyDocument
 
 _SMOOTHING = 0.1
 _CHUNK = 2**20
 
 
 def bigram_bits_per_byte(
-    train_documents: Sequence[Document], held_out_documents: Sequence[Document], *, seq_len: int
+    train_documents: Sequence[AnyDocument], held_out_documents: Sequence[AnyDocument], *, seq_len: int
 ) -> float:
     """Bits per predicted byte of the held-out documents, under a bigram model fitted on the training documents.
 
@@ -31,7 +32,7 @@ def bigram_bits_per_byte(
     return bits_per_byte(fit(train_documents), held_out_batches(held_out_documents, seq_len=seq_len, batch_size=1))
 
 
-def fit(documents: Sequence[Document]) -> np.ndarray:
+def fit(documents: Sequence[AnyDocument]) -> np.ndarray:
     """log2 p(next | byte), float64 [256, 256], from the pairs inside each document."""
     counts = np.zeros(VOCAB_SIZE * VOCAB_SIZE, np.int64)
     for document in documents:

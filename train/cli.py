@@ -16,12 +16,21 @@ import tyro
 from rich.console import Console
 
 from train import platform
-from train.config import TrainConfig, nearest, validate
+from train.config import DataConfig, TrainConfig, nearest, validate
 
-COMMANDS = ("run", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf")
-BUILT = ("run",)
+COMMANDS = (
+    "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
+)  # fmt: skip
+BUILT = ("run", "prepare", "tokenizer")
 _PROGRAM = "python -m train"
 _USAGE = f"usage: {_PROGRAM} run CONFIG [--a.b value]; for example: {_PROGRAM} run configs/quickstart.py --num-steps 20"
+_HELP = f"""{_USAGE}
+
+  run CONFIG                                        train
+  prepare CONFIG                                    read and tokenise the data of a run, before it
+  tokenizer [CONFIG] --vocab-size N --out FILE      make a tokenizer.json from the training documents
+
+{_PROGRAM} COMMAND CONFIG --help lists every field of the configuration."""
 
 
 class UsageError(Exception):
@@ -36,11 +45,15 @@ def main(argv: Sequence[str]) -> int:
       early by SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
-        print(_USAGE)
+        print(_HELP)
         return 0
     try:
+        if argv and argv[0] == "tokenizer":
+            return _make_tokenizer(argv[1:])
         path, overrides = _split(argv)
-        config = _read_config(path, overrides)
+        config = _read_config(path, overrides, command=argv[0])
+        if argv[0] == "prepare":
+            return _prepare(config)
         return _run(config, resume_command=_resume_command(argv))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -67,8 +80,13 @@ def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
     return rest[0], rest[1:]
 
 
-def _read_config(path: str, overrides: list[str]) -> TrainConfig:
+def _read_config(path: str, overrides: list[str], *, command: str = "run") -> TrainConfig:
     """The configuration that the file's `config()` returns, with the overrides of the command line."""
+    return tyro.cli(TrainConfig, default=_read_file(path), args=overrides, prog=f"{_PROGRAM} {command} {path}")
+
+
+def _read_file(path: str) -> TrainConfig:
+    """The configuration that the file's `config()` returns, with a run directory."""
     file = pathlib.Path(path)
     if not file.is_file():
         known = sorted(str(other) for other in pathlib.Path("configs").glob("*.py"))
@@ -90,7 +108,61 @@ def _read_config(path: str, overrides: list[str]) -> TrainConfig:
         raise UsageError(f"{path} must define config() -> TrainConfig, but {found}; see configs/quickstart.py")
     if default.run_dir is None:
         default = dataclasses.replace(default, run_dir=f"runs/{file.stem}")
-    return tyro.cli(TrainConfig, default=default, args=overrides, prog=f"{_PROGRAM} run {path}")
+    return default
+
+
+def _prepare(config: TrainConfig) -> int:
+    """Tokenise the data of a run into its cache, without any device."""
+    _check(config, config.mesh.num_devices)
+    from train.data import load_corpus
+
+    try:
+        corpus = load_corpus(config.data, say=_say)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(corpus.summary(config.data.seq_len))
+    if not corpus.is_cached:
+        print("text files as bytes stay in memory: nothing was written; --data.cache FOLDER makes a cache all the same")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TokenizerArguments:
+    """Make a byte-level BPE tokenizer.json from the training documents."""
+
+    data: DataConfig
+    """What text it is made from."""
+    vocab_size: int
+    """Tokens in it."""
+    out: str
+    """The file to write."""
+
+
+def _make_tokenizer(words: Sequence[str]) -> int:
+    """Write a tokenizer made from the documents that a configuration, or the options alone, would train on."""
+    named = bool(words) and not words[0].startswith("-")
+    data = _read_file(words[0]).data if named else DataConfig()
+    arguments = tyro.cli(
+        _TokenizerArguments,
+        default=_TokenizerArguments(data=data, vocab_size=tyro.MISSING, out=tyro.MISSING),
+        args=words[1:] if named else words,
+        prog=f"{_PROGRAM} tokenizer",
+    )
+    from train.data import documents_to_tokenise
+    from train.tokenizer import train_tokenizer
+
+    out = pathlib.Path(arguments.out).expanduser()
+    try:
+        size = train_tokenizer(documents_to_tokenise(arguments.data), vocab_size=arguments.vocab_size, out=out)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    fewer = "" if size == arguments.vocab_size else f" (not {arguments.vocab_size:,}: the text has no more pairs)"
+    print(f"wrote {out} with {size:,} tokens{fewer}; use --data.tokenizer {out} --model.vocab-size {size}")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _run(config: TrainConfig, *, resume_command: str) -> int:

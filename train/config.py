@@ -18,10 +18,12 @@ import tyro
 from models.config import ModelConfig
 from models.sharding import check_divisibility
 from ring_jax.layouts import LAYOUTS, required_multiple
-from train.text import VOCAB_SIZE
+from train.tokenizer import load_tokenizer, size_problem
 
 type OptimizerName = Literal["adamw", "sgd"]
 type Platform = Literal["auto", "cpu"]
+type LongDocuments = Literal["split", "refuse"]
+type OnError = Literal["raise", "skip"]
 
 MESH_AXES = ("data", "tensor", "pipeline", "sequence")
 
@@ -53,11 +55,37 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One of several sources of text."""
+
+    path: str
+    """As `data.path`."""
+    field: str = "text"
+    """As `data.field`."""
+    weight: float = 1.0
+    """Its share of the rows is this weight over the sum of all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What text is read and how it is cut into rows."""
+    """What text is read, as which tokens, and how it is cut into rows."""
 
     path: str | None = None
-    """A text file or a folder of text files, one document a file. None: the Python standard library's own sources."""
+    """File, folder or fsspec address of text, JSON lines, Parquet, ArrayRecord. None: Python's own sources."""
+    field: str = "text"
+    """JSON lines: the field with the text; Parquet: the column."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources in place of `path`, mixed by their weights."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a Hugging Face tokenizer.json."""
+    end_token: str = ""
+    """Special token of that tokenizer at the end of every document; empty: none."""
+    cache: str | None = None
+    """Folder for tokenised documents. None: .cache/tokens, but text files as bytes stay in memory."""
+    long_documents: LongDocuments = "split"
+    """A document longer than a row: split into pieces that are segments of their own, or refuse."""
+    on_error: OnError = "raise"
+    """What cannot be read (damaged file, bad line, missing column): raise, or skip and count it."""
     seq_len: int = 2048
     """Tokens in a row, over all devices of the sequence axis."""
     batch_size: int = 4
@@ -205,6 +233,7 @@ def validate(config: TrainConfig, num_devices: int, *, device_kind: str = "") ->
         *_check_names(config),
         *_check_mesh(config.mesh, num_devices, device_kind),
         *_check_rows(config),
+        *_check_sources(config.data),
         *_check_model(config),
     ]
     if problems:
@@ -263,6 +292,8 @@ def _check_names(config: TrainConfig) -> list[str]:
         "layout": LAYOUTS,
         "optimizer.name": get_args(OptimizerName.__value__),
         "platform": get_args(Platform.__value__),
+        "data.long_documents": get_args(LongDocuments.__value__),
+        "data.on_error": get_args(OnError.__value__),
     }
     problems = []
     for name, known in choices.items():
@@ -339,15 +370,34 @@ def _check_repeats(config: TrainConfig) -> list[str]:
     return problems
 
 
+def _check_sources(data: DataConfig) -> list[str]:
+    """Sources, where there are several."""
+    problems = []
+    if data.sources and data.path is not None:
+        problems.append(
+            f"data.path={data.path!r} must be left out where data.sources names {len(data.sources)} sources; add it to "
+            "them, or take them out"
+        )
+    for index, source in enumerate(data.sources):
+        if not 0 < source.weight < math.inf:
+            problems.append(
+                f"data.sources.{index}.weight={source.weight} must be greater than 0 and finite; take the source "
+                f"({source.path}) out if it is not to be read"
+            )
+    return problems
+
+
 def _check_model(config: TrainConfig) -> list[str]:
     """The model's own sizes; heads, MLP columns and layers over the tensor and pipeline axes; every token has an id."""
     sizes = config.mesh.sizes()
     problems = check_divisibility(config.model, sizes if min(sizes.values()) >= 1 else {})
-    if 1 <= config.model.vocab_size < VOCAB_SIZE:
-        problems.append(
-            f"model.vocab_size={config.model.vocab_size} must be at least {VOCAB_SIZE}, because a token is a byte; "
-            f"use --model.vocab-size {VOCAB_SIZE}"
-        )
+    if config.model.vocab_size >= 1:
+        try:
+            size = load_tokenizer(config.data.tokenizer, config.data.end_token).size
+        except ValueError as error:
+            return [*problems, str(error)]
+        if problem := size_problem(config.data.tokenizer, size, config.model.vocab_size):
+            problems.append(problem)
     return problems
 
 

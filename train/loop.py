@@ -6,6 +6,7 @@ run that was killed and resumed writes the same losses, to the bit, as one that 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -22,12 +23,16 @@ from ring_jax import make_mesh
 from train import checkpoint, metrics, report
 from train.bigram import bigram_bits_per_byte
 from train.config import TrainConfig, clamp_warmup, to_json
-from train.data import Corpus, batches, decode, held_out_batches, load_corpus
+from train.data import Corpus, batches, held_out_batches, load_corpus, local_data_indices
 from train.plots import save_loss_plot
+from train.prefetch import Prefetch
 from train.sample import choose_prompt, continue_text
 from train.signals import StopRequest
 from train.state import TrainState
 from train.step import abstract_state, init_state, make_eval_step, make_train_step, place_batch
+
+_BATCHES_AHEAD = 2
+_BASELINE_TOKENS = 2**26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,7 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
             f"clamped to {config.num_steps}"
         )
         config = clamp_warmup(config)
-    corpus = load_corpus(config.data)
+    corpus = load_corpus(config.data, say=functools.partial(print, flush=True))
     if config.resume:
         store = checkpoint.CheckpointStore(run_dir, keep=config.checkpoint.keep)
         meta = store.read_meta()
@@ -95,13 +100,24 @@ def train(run: Run, console: Console) -> int:
     mesh = make_mesh(data=shape.data, tensor=shape.tensor, pipeline=shape.pipeline, sequence=shape.sequence)
     abstract = abstract_state(config, mesh)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
-    bigram = bigram_bits_per_byte(corpus.train, corpus.held_out, seq_len=data_config.seq_len)
+    bigram = bigram_bits_per_byte(
+        corpus.as_bytes(corpus.train, max_tokens=_BASELINE_TOKENS),
+        corpus.as_bytes(corpus.held_out, max_tokens=_BASELINE_TOKENS),
+        seq_len=data_config.seq_len,
+    )
     report.introduce(console, config, corpus, num_params=num_params, bigram=bigram, notes=run.notes)
 
     # ------------------------------------------------------------------ state: new, or from the last checkpoint
     run.run_dir.mkdir(parents=True, exist_ok=True)
     store = checkpoint.CheckpointStore(run.run_dir, keep=config.checkpoint.keep)
-    data = batches(corpus.train, seq_len=data_config.seq_len, batch_size=data_config.batch_size, seed=config.seed)
+    data = batches(
+        corpus,
+        seq_len=data_config.seq_len,
+        batch_size=data_config.batch_size,
+        seed=config.seed,
+        data_indices=local_data_indices(mesh),
+        num_data=shape.data,
+    )
     if config.resume:
         progress = _restore(run, store, abstract, console)
         data.set_state(progress.data_state)
@@ -110,10 +126,10 @@ def train(run: Run, console: Console) -> int:
     metrics.write_json(run.run_dir / "config.json", to_json(config))
 
     # ------------------------------------------------------------------ steps
-    with StopRequest() as stop:
+    with StopRequest() as stop, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
         evaluate = _make_evaluate(config, mesh, corpus, stop)
         held_out_loss = _run_steps(
-            run, progress, mesh=mesh, data=data, store=store, evaluate=evaluate, stop=stop, console=console
+            run, progress, mesh=mesh, data=ahead, store=store, evaluate=evaluate, stop=stop, console=console
         )
         if held_out_loss is None and not stop.requested:  # resumed after its last step
             held_out_loss = evaluate(progress.state, None)
@@ -135,7 +151,7 @@ def _run_steps(
     progress: Progress,
     *,
     mesh: Mesh,
-    data: Any,
+    data: Prefetch,
     store: checkpoint.CheckpointStore,
     evaluate: Callable[[TrainState, int | None], float | None],
     stop: StopRequest,
@@ -149,12 +165,13 @@ def _run_steps(
         metrics.MetricsLog(run.run_dir, first_step=first_step) as log,
         report.StepReporter(console, first_step=first_step, num_steps=config.num_steps) as reporter,
     ):
-        batch = place_batch(next(data), config, mesh)
+        data_indices = local_data_indices(mesh)
+        batch = place_batch(next(data), config, mesh, data_indices=data_indices)
         while progress.step < config.num_steps and not stop.requested:
             started = time.perf_counter()
             progress.state, measured = train_step(progress.state, batch)
             progress.data_state = data.get_state()
-            batch = place_batch(next(data), config, mesh)  # the host packs while the devices work
+            batch = place_batch(next(data), config, mesh, data_indices=data_indices)  # while the devices work
             measured = jax.device_get(measured)
             step_time = time.perf_counter() - started
 
@@ -252,8 +269,10 @@ def _finish(
 ) -> None:
     """Score, picture, sample, `summary.json`."""
     rows = metrics.read_rows(run.run_dir)
-    bits_per_byte = held_out_loss / math.log(2)
-    save_loss_plot(run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram)
+    bits_per_byte = held_out_loss / math.log(2) / run.corpus.bytes_per_token
+    save_loss_plot(
+        run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram, bytes_per_token=run.corpus.bytes_per_token
+    )
     summary = {
         "step": progress.step,
         "held_out_loss": held_out_loss,
@@ -262,6 +281,7 @@ def _finish(
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
         "num_params": num_params,
     }
+    decode = run.corpus.tokenizer.decode
     prompt = choose_prompt(run.corpus.held_out)
     continuation = continue_text(progress.state.params, prompt, seed=run.config.seed)
     report.sum_up(console, summary, prompt=decode(prompt), continuation=decode(continuation), run_dir=run.run_dir)

@@ -1,6 +1,5 @@
 """What a run says about itself: the mesh, the sizes, and a live line of progress."""
 
-import itertools
 import math
 import pathlib
 import time
@@ -11,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from train.config import TrainConfig
-from train.data import Corpus, batches, padding_share
+from train.data import Corpus, batches
 
 _AXES = {
     "data": "rows of the batch; every part has its own",
@@ -20,7 +19,6 @@ _AXES = {
     "sequence": "tokens of each row; keys and values travel the ring",
 }
 _NUM_PLAIN_LINES = 25
-_NUM_PADDING_BATCHES = 8
 
 
 def introduce(
@@ -36,15 +34,14 @@ def introduce(
 
     data, mesh = config.data, config.mesh
     rows = data.batch_size // (mesh.data * config.num_microbatches)
-    some = batches(corpus.train, seq_len=data.seq_len, batch_size=data.batch_size, seed=config.seed)
-    padding = padding_share(itertools.islice(some, _NUM_PADDING_BATCHES))
+    padding = batches(corpus, seq_len=data.seq_len, batch_size=data.batch_size, seed=config.seed).rows.padding_share
     lines = [
         f"parameters: {num_params:,}",
         f"global batch = {data.batch_size:,} rows x {data.seq_len:,} = {config.tokens_per_step:,} tokens",
         f"  rows: {mesh.data} data x {config.num_microbatches} microbatches x {rows}; "
         f"tokens of a row: {mesh.sequence} sequence devices x {data.seq_len // mesh.sequence:,} ({config.layout})",
         f"{corpus.summary(data.seq_len)}",
-        f"  padding: {padding:.1%} of the first {_NUM_PADDING_BATCHES} batches",
+        f"  padding: {padding:.2%} of all token slots",
         f"to beat: {bigram:.3f} bits per byte, a bigram model of the same training text on the same held-out text",
         *notes,
     ]
@@ -119,7 +116,7 @@ class StepReporter:
 
     def held_out(self, step: int, loss: float) -> None:
         """Say what an evaluation found."""
-        self._say(f"step {step}/{self._num_steps}  held-out loss {loss:.4f} = {loss / math.log(2):.3f} bits per byte")
+        self._say(f"step {step}/{self._num_steps}  held-out loss {loss:.4f} = {loss / math.log(2):.3f} bits per token")
 
     def _say(self, text: str) -> None:
         """Print a line of its own, above the bar where there is one."""

@@ -11,24 +11,23 @@ Every token is a whole forward pass over the window: fine for a few hundred toke
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.text import Document
+from train.rows import Documents, lengths_of
 
 WINDOW = 128
 NUM_TOKENS = 240
 
 
-def choose_prompt(documents: Sequence[Document], *, length: int = WINDOW) -> np.ndarray:
+def choose_prompt(documents: Documents, *, length: int = WINDOW) -> np.ndarray:
     """Tokens from the middle of the longest document; fewer than `length` when no document has so many."""
-    text = max(documents, key=len).tokens
+    text = documents[int(np.argmax(lengths_of(documents)))]
     start = max(0, (len(text) - length) // 2)
-    return np.asarray(text[start : start + length], np.int32)
+    return np.asarray(text.read(start, start + length), np.int32)
 
 
 def continue_text(

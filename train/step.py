@@ -6,6 +6,7 @@ Invariant: every collective of the step is a line of code: the ring of `ring_jax
 off, the gradients of replicated parameters would be scaled by the mesh, and only the loss curve would tell.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from ring_jax import layouts
 from train.config import MESH_AXES, TrainConfig
 from train.loss import Batch, Sums, loss_sums, targets_name
 from train.optimizer import make_optimizer, make_schedule
+from train.rows import deeper_targets
 from train.state import TrainState, abstract_state, init_state, state_shardings, state_specs
 
 __all__ = ["abstract_state", "init_state", "make_eval_step", "make_train_step", "place_batch"]
@@ -119,29 +121,25 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
     return jax.jit(sums, in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)))
 
 
-def further_targets(batch: dict[str, np.ndarray], depth: int) -> np.ndarray:
-    """Targets ``depth`` tokens ahead, in natural order: inside the document, -1 where it ends before."""
-    targets, ids = np.asarray(batch["targets"]), np.asarray(batch["segment_ids"])
-    moved = np.full_like(targets, -1)
-    moved[:, : -(depth - 1)] = np.where(ids[:, depth - 1 :] == ids[:, : -(depth - 1)], targets[:, depth - 1 :], -1)
-    return moved
-
-
-def place_batch(batch: dict[str, np.ndarray], config: TrainConfig, mesh: Mesh) -> dict[str, Any]:
+def place_batch(
+    batch: dict[str, np.ndarray], config: TrainConfig, mesh: Mesh, *, data_indices: tuple[int, ...] | None = None
+) -> dict[str, Any]:
     """Put a batch in natural order into the layout and onto the mesh.
 
     Args:
       batch: tokens, targets, positions and segment_ids, each [B, T] int32.
       config: gives the layout.
       mesh: rows are cut over `data`, tokens over `sequence`; each process hands over only what its devices hold.
+      data_indices: the indices of the data axis whose rows the batch holds, rising (`train.rows.local_data_indices`);
+        None: it holds the rows of all.
 
     Raises:
       ValueError: a shape that the mesh cannot cut.
     """
-    num_shards = mesh.shape[RULES.sequence]
-    rows = mesh.shape[RULES.batch] * config.num_microbatches * config.accumulate
+    held = tuple(range(mesh.shape[RULES.batch])) if data_indices is None else data_indices
+    num_shards, rows = mesh.shape[RULES.sequence], len(held) * config.num_microbatches * config.accumulate
     for depth in range(2, config.model.mtp_depth + 1):
-        batch = batch | {targets_name(depth): further_targets(batch, depth)}
+        batch = batch | {targets_name(depth): deeper_targets(batch, depth)}
     sharding = NamedSharding(mesh, BATCH_SPEC)
     placed = {}
     for name, array in batch.items():
@@ -151,6 +149,14 @@ def place_batch(batch: dict[str, np.ndarray], config: TrainConfig, mesh: Mesh) -
                 f"mesh.data * num_microbatches * accumulate = {rows}; pad it with rows of segment 0"
             )
         layouts.check_length(config.layout, np.shape(array)[1], num_shards)
-        permuted = layouts.to_layout(np.asarray(array, np.int32), config.layout, num_shards)
-        placed[name] = jax.make_array_from_callback(permuted.shape, sharding, permuted.__getitem__)
+        permuted = np.asarray(layouts.to_layout(np.asarray(array, np.int32), config.layout, num_shards))
+        shape = (len(permuted) // len(held) * mesh.shape[RULES.batch], permuted.shape[1])
+        placed[name] = jax.make_array_from_callback(shape, sharding, functools.partial(_shard, permuted, held))
     return placed
+
+
+def _shard(rows: np.ndarray, held: tuple[int, ...], index: Any) -> np.ndarray:
+    """One device's part of the global batch (`index`), out of the rows of some indices of the data axis."""
+    each = len(rows) // len(held)
+    here = held.index((index[0].start or 0) // each) * each
+    return rows[here : here + each, index[1]]

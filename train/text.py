@@ -1,14 +1,16 @@
-"""Text from disk, as documents of bytes.
+"""Documents, and the text that is there without being asked for: Python's own standard library.
 
 What always holds: one file (or one topic of the language reference) is one document, its tokens are exactly the
 bytes of the file, and a file is either read whole or named in an error. Nothing is decoded, normalized or cut.
 """
 
 import dataclasses
+import hashlib
 import importlib
 import os
 import stat
 import sysconfig
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,15 +27,73 @@ _TOPICS_MODULE = "pydoc_data.topics"
 _MAX_NAMED = 5
 
 
+class AnyDocument(typing.Protocol):
+    """One text, in memory or in a cache."""
+
+    def __len__(self) -> int:
+        """Tokens in it; reads nothing."""
+        ...
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All its tokens."""
+        ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop, fewer at the end of the document."""
+        ...
+
+    @property
+    def place(self) -> int:
+        """A number below 2**64 from the name alone: what decides whether the document is held out."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes of a hash of the name and the tokens."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Document:
-    """One text. `name` is unique in its corpus; `tokens` is a read-only uint8 array."""
+    """One text in memory. `name` is unique in its source; `tokens` is a read-only uint8 array."""
 
     name: str
     tokens: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop, fewer at the end of the document."""
+        return self.tokens[start:stop]
+
+    @property
+    def place(self) -> int:
+        """The number that its name gives."""
+        return name_place(self.name)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes of a hash of the name and the tokens."""
+        return document_digest(self.name, self.tokens)
+
+
+def name_place(name: str) -> int:
+    """The first 8 bytes of the SHA-256 hash of a document's name, as a number."""
+    return int.from_bytes(hashlib.sha256(_name_bytes(name)).digest()[:8])
+
+
+def document_digest(name: str, tokens: np.ndarray) -> bytes:
+    """16 bytes of a hash of the name and the tokens."""
+    digest = hashlib.sha256(_name_bytes(name) + f"\0{len(tokens)}\0{tokens.dtype.str}\0".encode())
+    digest.update(np.ascontiguousarray(tokens))
+    return digest.digest()[:16]
+
+
+def _name_bytes(name: str) -> bytes:
+    """The name as the file system writes it, also when it is not UTF-8."""
+    return name.encode("utf-8", "surrogateescape")
 
 
 def encode(text: str) -> np.ndarray:
@@ -65,7 +125,7 @@ def read_standard_library() -> list[Document]:
     topics_file = _TOPICS_MODULE.replace(".", "/") + ".py"
     documents = []
     if root.is_dir():
-        for name, file in _walk(root, _SKIPPED_FOLDERS):
+        for name, file in walk(root, _SKIPPED_FOLDERS):
             skipped = any(part.startswith(_SKIPPED_PREFIXES) for part in name.split("/"))
             if name.endswith(".py") and name != topics_file and not skipped:
                 documents.append(_read(name, file))
@@ -79,47 +139,17 @@ def read_standard_library() -> list[Document]:
     except ImportError:
         topics = {}
     documents += [Document(f"{_TOPICS_MODULE}/{topic}", encode(text)) for topic, text in sorted(topics.items())]
-    _require_text(documents)
+    reasons = [(document.name, why_not_text(document.tokens.tobytes())) for document in documents]
+    if problems := [f"{name!r} ({reason})" for name, reason in reasons if reason]:
+        raise ValueError(not_text(problems))
     return documents
 
 
-def read_path(path: str) -> list[Document]:
-    """The text file `path`, or every file in the folder `path` and the folders below it, in the order of their names.
-
-    Names that start with a dot and `__pycache__` folders are left out, as tools do. Links are followed, and a file or
-    folder with several names is read once, under the first.
-
-    Raises:
-        ValueError: `path` does not exist, or something below it cannot be read or is not UTF-8 text.
-    """
-    root = Path(path).expanduser()
-    try:
-        is_folder = stat.S_ISDIR(os.stat(root if path.strip() else "").st_mode)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"data.path={path!r} does not exist; give a text file or a folder of text files, or leave data.path out to "
-            "train on Python's own sources"
-        ) from error
-    except OSError as error:
-        raise ValueError(_unreadable(path, error)) from error
-    if is_folder:
-        files = list(_walk(root, frozenset({"__pycache__"}), skip_hidden=True))
-        if not files:
-            raise ValueError(
-                f"data.path={path!r} is a folder without files; put text files into it or name another folder"
-            )
-    else:
-        files = [(root.name, root)]
-    documents = [_read(name, file) for name, file in files]
-    _require_text(documents, root if is_folder else root.parent)
-    return documents
-
-
-def _walk(root: Path, skipped_folders: frozenset[str], *, skip_hidden: bool = False) -> Iterator[tuple[str, Path]]:
+def walk(root: Path, skipped_folders: frozenset[str], *, skip_hidden: bool = False) -> Iterator[tuple[str, Path]]:
     """(name relative to root with slashes, file) of every file below root, each once, in an order set by the names."""
 
     def refuse(error: OSError) -> None:
-        raise ValueError(_unreadable(error.filename, error)) from error
+        raise ValueError(unreadable(error.filename, error)) from error
 
     seen = {os.path.realpath(root)}
     for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
@@ -142,35 +172,38 @@ def _is_new(path: Path, seen: set[str]) -> bool:
 
 def _read(name: str, file: Path) -> Document:
     """The whole file as one document."""
+    return Document(name, np.frombuffer(read_file(file), np.uint8))
+
+
+def read_file(file: Path) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        ValueError: it is not one, or cannot be read; the message names it.
+    """
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{str(file)!r} is not a regular file; leave it out of data.path")
-        return Document(name, np.frombuffer(file.read_bytes(), np.uint8))
+        return file.read_bytes()
     except OSError as error:
-        raise ValueError(_unreadable(str(file), error)) from error
+        raise ValueError(unreadable(str(file), error)) from error
 
 
-def _unreadable(file: str, error: OSError) -> str:
+def unreadable(file: str, error: OSError) -> str:
+    """What to say about a file that cannot be read."""
     return f"{file!r} cannot be read ({error.strerror or error}); make it readable or leave it out of data.path"
 
 
-def _require_text(documents: list[Document], root: Path | None = None) -> None:
-    """Raises, naming the files, unless every document is UTF-8 text without NUL bytes."""
-    problems = []
-    for document in documents:
-        reason = _why_not_text(document.tokens.tobytes())
-        if reason is not None:
-            file = document.name if root is None else str(root / document.name)
-            problems.append(f"{file!r} ({reason})")
-    if problems:
-        more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
-        raise ValueError(
-            f"not text: {', '.join(problems[:_MAX_NAMED])}{more}; training text must be UTF-8 without NUL bytes: "
-            "convert these files (for example with iconv -t UTF-8) or move them out of data.path"
-        )
+def not_text(problems: list[str]) -> str:
+    """What to say about files that are not text, each given as its name and the reason."""
+    more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+    return (
+        f"not text: {', '.join(problems[:_MAX_NAMED])}{more}; training text must be UTF-8 without NUL bytes: "
+        "convert these files (for example with iconv -t UTF-8) or move them out of data.path"
+    )
 
 
-def _why_not_text(content: bytes) -> str | None:
+def why_not_text(content: bytes) -> str | None:
     """None for text, else what is wrong and where."""
     nul = content.find(b"\0")
     if nul >= 0:
