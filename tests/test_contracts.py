@@ -1,5 +1,4 @@
-"""What the compiled program does: hops, bytes, skipped tiles, memory. Exact on any machine.
-"""
+"""What the compiled program does: hops, bytes, skipped tiles, memory. Exact on any machine."""
 
 import functools
 
@@ -18,6 +17,7 @@ from ring_jax.inspection import inspect
 from ring_jax.kernels import tiles, xla
 from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
 from ring_jax.masks import Rules, Tokens
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

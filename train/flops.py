@@ -49,9 +49,9 @@ def count_batch(segment_ids: np.ndarray, *, window: int | None = None) -> BatchC
         return BatchCounts(0, 0, 0)
     widest = int(segment_ids.max()) + 1
     ids = segment_ids.astype(np.int64) + np.arange(rows)[:, None] * widest
-    sizes = np.bincount(ids.reshape(-1), minlength=rows * widest).reshape(rows, widest)[:, 1:].astype(object)
+    sizes = np.bincount(ids.reshape(-1), minlength=rows * widest).reshape(rows, widest)[:, 1:]
     seen = sizes if window is None else np.minimum(sizes, window + 1)
-    pairs = seen * (seen + 1) // 2 + (sizes - seen) * seen  # Python integers: a product of long rows leaves int64
+    pairs = seen * (seen + 1) // 2 + (sizes - seen) * seen
     return BatchCounts(int(sizes.sum()), rows * length, int(pairs.sum()))
 
 

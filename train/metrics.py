@@ -37,7 +37,8 @@ class MetricsLog:
         for name, value in values.items():
             parts = {f"/{part}": number for part, number in value.items()} if isinstance(value, dict) else {"": value}
             for part, number in parts.items():
-                self._board.add_scalar(name + part, number, step)
+                if math.isfinite(number):  # a gap in the curve; TensorBoard would warn at every one
+                    self._board.add_scalar(name + part, number, step)
 
     def rewind(self, step: int) -> int:
         """Drop the rows after `step`, which the run returned to, as on resume; returns how many."""

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +29,14 @@ from train.heartbeat import HEARTBEAT_FILE, Heartbeat
 from train.memory import used_bytes
 from train.positions import PositionCurve
 from train.profiling import PROFILE_FOLDER, Profiler
+
+
+class _Fetched(NamedTuple):
+    """A batch on the host, in natural order, and what is known of it."""
+
+    batch: dict[str, np.ndarray]
+    key: str
+    counts: flops.BatchCounts
 
 
 class Watcher:
@@ -64,8 +72,8 @@ class Watcher:
         self.curve = PositionCurve(config.data.seq_len)
         """Loss by position of the last evaluation, where the eval step gives it."""
         self._param_norm = jax.jit(optax.tree.norm)
-        self._fetched: tuple[dict[str, np.ndarray], str] | None = None
-        self._batch: dict[str, np.ndarray] = {}
+        self._fetched: _Fetched | None = None
+        self._current: _Fetched | None = None
         self._recent: collections.deque[tuple[int, str]] = collections.deque(
             maxlen=config.watch.max_skipped_in_a_row + 1
         )
@@ -96,15 +104,16 @@ class Watcher:
         """The batch of the step after the one that runs, passing over what is on the list of bad batches."""
         started = time.perf_counter()
         with jax.profiler.TraceAnnotation("data"):
-            self._fetched = self._skips.draw(data)
+            batch, key = self._skips.draw(data)
         self._wait_s = time.perf_counter() - started
-        return self._fetched[0]
+        self._fetched = _Fetched(batch, key, flops.count_batch(batch["segment_ids"]))  # while the devices work
+        return batch
 
     def begin(self, step: int) -> None:
         """Step `step` is about to be dispatched, on the batch that was fetched last."""
-        assert self._fetched is not None
-        self._batch, key = self._fetched
-        self._recent.append((step, key))
+        assert self._fetched is not None, "fetch comes first"
+        self._current = self._fetched
+        self._recent.append((step, self._current.key))
         self._profiler.before(step)
         self._heartbeat.beat("step" if self._num_ended else "compile")
 
@@ -117,9 +126,10 @@ class Watcher:
         self._profiler.after(step)
         self._heartbeat.stepped(step, step_time, compiled=self._num_ended == 0)
         self._num_ended += 1
-        counts, model = flops.count_batch(self._batch["segment_ids"]), self._config.model
-        here = self._config.data.batch_size / len(self._batch["segment_ids"])  # the other hosts' rows are alike
-        work = flops.model_flops(model, counts) * here
+        assert self._current is not None, "begin comes first"
+        counts, num_rows = self._current.counts, len(self._current.batch["segment_ids"])
+        # The other hosts' rows are taken to be like this one's.
+        work = flops.model_flops(self._config.model, counts) * self._config.data.batch_size / num_rows
         row: dict[str, Any] = {
             "param_norm": float(measured["param_norm"]),
             "model_flops": work,
@@ -205,7 +215,8 @@ class Watcher:
         process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
         path = self._run_dir / f"bad_batch_step_{step}{process}.npz"
         try:
-            np.savez(path, allow_pickle=False, **self._batch)
+            assert self._current is not None
+            np.savez(path, allow_pickle=False, **self._current.batch)
         except OSError as error:
             return f"its batch could not be saved: {error}"
         return f"its batch is in {path}"
