@@ -55,7 +55,9 @@ def test_backward_pass_from_the_own_blocks_lse(monkeypatch):
 
 def test_mask_from_array_indices(monkeypatch):
     """Default positions counted from 0 on every shard."""
-    monkeypatch.setattr(layouts, "shard_positions", lambda layout, shard, length, n: jnp.arange(length) + 0 * shard)
+    monkeypatch.setattr(
+        layouts, "shard_positions", lambda layout, shard, length, n: jnp.arange(length) + 0 * shard
+    )
     with pytest.raises(AssertionError, match="out: error"):
         check()
 

@@ -1,4 +1,5 @@
-"""What the compiled program does: hops, bytes, skipped tiles, memory. Exact on any machine."""
+"""What the compiled program does: hops, bytes, skipped tiles, memory. Exact on any machine.
+"""
 
 import functools
 
@@ -17,7 +18,6 @@ from ring_jax.inspection import inspect
 from ring_jax.kernels import tiles, xla
 from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
 from ring_jax.masks import Rules, Tokens
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

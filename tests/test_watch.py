@@ -60,9 +60,7 @@ def loss_of(tokens):
 
 def run_losses(run_config, num):
     """The losses of the first batches of a run."""
-    data = batches(
-        load_corpus(run_config.data).train, seq_len=64, batch_size=2, seed=run_config.seed
-    )  # fmt: skip
+    data = batches(load_corpus(run_config.data).train, seq_len=64, batch_size=2, seed=run_config.seed)
     return [float(np.float32(loss_of(next(data)["tokens"]))) for _ in range(num)]
 
 
@@ -84,16 +82,15 @@ def fake_eval(config, _mesh):
     def step(_params, batch):
         valid = np.asarray(batch["targets"]) >= 0
         nats = np.where(valid, 3.0, np.nan).astype(np.float32)
-        sums, counts = loss_by_position(
-            nats, np.asarray(batch["positions"]), valid, position_edges(config.data.seq_len)
-        )  # fmt: skip
+        edges = position_edges(config.data.seq_len)
+        sums, counts = loss_by_position(nats, np.asarray(batch["positions"]), valid, edges)
         return sums.sum(), counts.sum(), sums, counts
 
     return step
 
 
-def run(run_config, outcome=lambda loss: (loss, None), *, stop_after=None):
-    """(exit code, output)."""
+def run(run_config, outcome=lambda loss: (loss, None), *, stop_after=None, draw=False):
+    """(exit code, output); draws the pictures at the end only when asked, which takes a second."""
     output, plain = io.StringIO(), report.StepReporter.step
 
     def report_step(self, step, row):
@@ -107,6 +104,8 @@ def run(run_config, outcome=lambda loss: (loss, None), *, stop_after=None):
         mock.patch.object(loop, "continue_text", lambda *_, **__: np.zeros(4, np.int32)),
         mock.patch.object(watch, "SpikeAlarm", functools.partial(SpikeAlarm, min_history=4)),
         mock.patch.object(report.StepReporter, "step", report_step),
+        mock.patch.object(loop.page, "save_report", loop.page.save_report if draw else mock.Mock()),
+        mock.patch.object(loop, "save_loss_plot", mock.Mock()),
     ):
         console = Console(file=output, markup=False, emoji=False, highlight=False, soft_wrap=True)
         code = loop.train(loop.prepare(run_config, resume_command="again"), console)
@@ -137,7 +136,7 @@ def returned(text, tmp_path_factory):
     run_config = tiny(
         text, tmp_path_factory.mktemp("returned") / "run", watch=dataclasses.replace(WATCH, rollback=True)
     )
-    code, output = run(run_config, spike_at(run_config, 7))
+    code, output = run(run_config, spike_at(run_config, 7), draw=True)
     assert code == 0
     return run_config, output
 
@@ -307,7 +306,8 @@ def test_memory_of_devices_that_tell_it():
 def test_the_bubble_is_said_at_the_start():
     lines = report._bubble_lines(config(mesh=MeshConfig(pipeline=2), num_microbatches=2))
     assert lines == [
-        "  pipeline: each of 2 stages waits 33.3% of a step, (p - 1) / (m + p - 1) with m = 2; 11.1% with 8 microbatches"
+        "  pipeline: each of 2 stages waits 33.3% of a step, (p - 1) / (m + p - 1) with m = 2; "
+        "11.1% with 8 microbatches"
     ]
     assert report._bubble_lines(config(mesh=MeshConfig(pipeline=2), num_microbatches=8))[0].endswith("with m = 8")
     assert report._bubble_lines(config()) == []
