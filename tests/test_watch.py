@@ -294,6 +294,14 @@ def test_a_norm_that_the_step_gives_is_taken(text, tmp_path):
     assert watcher.devices == "2 x cpu"
 
 
+def test_steps_to_profile_that_are_done_already_are_said(text, tmp_path):
+    said = []
+    run_config = tiny(text, tmp_path, watch=WatchConfig(profile="2:3"))
+    for step in (2, 3):
+        watch.Watcher(run_config, tmp_path, mesh=make_mesh(sequence=2), step=step, say=said.append)
+    assert said == ["profile='2:3': these steps are done already, so no trace is written"]
+
+
 def test_memory_of_devices_that_tell_it():
     def device(index, stats, process=0):
         return SimpleNamespace(id=index, process_index=process, memory_stats=lambda: stats)

@@ -113,7 +113,8 @@ def train(run: Run, console: Console) -> int:
     metrics.write_json(run.run_dir / "config.json", to_json(config))
 
     # ------------------------------------------------------------------ steps
-    watch = Watcher(config, run.run_dir, mesh=mesh, step=progress.step, say=console.print)
+    writes = jax.process_index() == 0
+    watch = Watcher(config, run.run_dir, mesh=mesh, step=progress.step, say=console.print, writes=writes)
     with StopRequest() as stop, watch:
         evaluate = _make_evaluate(config, mesh, corpus, stop, watch.curve)
         held_out_loss = _run_steps(
@@ -169,14 +170,7 @@ def _run_steps(
 
             progress.step += 1
             is_last = progress.step == config.num_steps
-            row = {
-                "loss": float(measured["loss"]),
-                "tokens_per_s": config.tokens_per_step / step_time,
-                "step_time_s": step_time,
-                "grad_norm": float(measured["grad_norm"]),
-                "lr": float(measured["lr"]),
-                **watch.end(progress.step, measured, step_time),
-            }
+            row = _row(config, measured, step_time) | watch.end(progress.step, measured, step_time)
             reporter.step(progress.step, row)
             if (first_bad_step := watch.judge(progress.step, row, store.folder)) is not None:
                 with watch.phase("rollback"):
@@ -199,6 +193,17 @@ def _run_steps(
         if progress.step < first_step:
             store.save(progress.state, _meta(run, progress))
     return held_out_loss if progress.step == config.num_steps else None
+
+
+def _row(config: TrainConfig, measured: dict[str, Any], step_time: float) -> dict[str, Any]:
+    """What every row of metrics holds."""
+    return {
+        "loss": float(measured["loss"]),
+        "tokens_per_s": config.tokens_per_step / step_time,
+        "step_time_s": step_time,
+        "grad_norm": float(measured["grad_norm"]),
+        "lr": float(measured["lr"]),
+    }
 
 
 def _go_back(

@@ -90,7 +90,7 @@ def _shown(value: Any) -> str:
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1e4 else f"{value:.5g}"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[Iterable[object]]) -> str:

@@ -28,7 +28,7 @@ from train.config import TrainConfig
 from train.heartbeat import HEARTBEAT_FILE, Heartbeat
 from train.memory import used_bytes
 from train.positions import PositionCurve
-from train.profiling import PROFILE_FOLDER, Profiler
+from train.profiling import PROFILE_FOLDER, Profiler, parse_steps
 
 
 class _Fetched(NamedTuple):
@@ -69,6 +69,8 @@ class Watcher:
             on_stall=lambda at, text: self._alarms.raise_alarm("stall", at, text),
         )
         self._profiler = Profiler(run_dir / PROFILE_FOLDER, config.watch.profile)
+        if config.watch.profile and parse_steps(config.watch.profile)[-1] <= step:
+            self._say(f"profile={config.watch.profile!r}: these steps are done already, so no trace is written")
         self.curve = PositionCurve(config.data.seq_len)
         """Loss by position of the last evaluation, where the eval step gives it."""
         self._param_norm = jax.jit(optax.tree.norm)
