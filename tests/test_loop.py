@@ -25,6 +25,7 @@ from train.step import init_state, make_train_step
 from train.tokenizer import train_tokenizer
 
 ROW = {"step", "loss", "tokens_per_s", "step_time_s", "grad_norm", "lr"}
+ROW |= {"param_norm", "model_flops", "bubble", "data_wait_s", "padding_share", "skipped"}  # train.watch
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,8 @@ def test_a_run_writes_everything_it_promises(unbroken):
     run_dir, _ = unbroken
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
-        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "summary.json", "tensorboard"
+        "checkpoints", "config.json", "heartbeat.json", "loss.png", "metrics.jsonl", "report.html", "summary.json",
+        "tensorboard",
     }  # fmt: skip
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert any(path.name.startswith("events.out.tfevents") for path in (run_dir / "tensorboard").iterdir())
@@ -85,7 +87,8 @@ def test_a_run_writes_everything_it_promises(unbroken):
 
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() == {
-        "step", "held_out_loss", "held_out_bits_per_byte", "bigram_bits_per_byte", "tokens_per_s", "num_params"
+        "step", "held_out_loss", "held_out_bits_per_byte", "bigram_bits_per_byte", "tokens_per_s", "num_params",
+        "alarms", "skipped_steps", "skipped_batches", "padding_share",
     }  # fmt: skip
     assert summary["step"] == 6
     assert summary["held_out_loss"] == rows[-1]["held_out_loss"]
@@ -106,6 +109,7 @@ def test_a_run_says_what_it_does(unbroken):
         "ETA",
         "continued by the model",
         "the bigram's",
+        "alarms: none; steps skipped: 0",
     ):
         assert part in output
 

@@ -215,7 +215,7 @@ def test_batch_without_targets_changes_nothing(compiled):
     batch["targets"][:] = -1
     placed = place_batch(batch, config, mesh)
     state = place_state(config, mesh)
-    loss_sum, count = eval_step(state.params, placed)
+    loss_sum, count, *_ = eval_step(state.params, placed)
     assert (float(loss_sum), int(count)) == (0.0, 0)
     state, metrics = train_step(state, placed)
     assert {name: float(metrics[name]) for name in ("loss", "grad_norm", "num_targets")} == {
@@ -231,7 +231,7 @@ def test_evaluation_is_the_training_loss_and_takes_no_more_memory(compiled):
     config, mesh, train_step, eval_step = compiled
     placed = place_batch(packed_batch(0), config, mesh)
     state = place_state(config, mesh)
-    loss_sum, count = eval_step(state.params, placed)
+    loss_sum, count, *_ = eval_step(state.params, placed)
     _, metrics = train_step(state, placed)
     assert int(count) == int(metrics["num_targets"]) == (packed_batch(0)["targets"] >= 0).sum()
     assert float(loss_sum) / int(count) == pytest.approx(float(metrics["loss"]), rel=1e-6)

@@ -18,6 +18,7 @@ import tyro
 from models.config import ModelConfig
 from models.sharding import check_divisibility
 from ring_jax.layouts import LAYOUTS, required_multiple
+from train import profiling
 from train.tokenizer import load_tokenizer, size_problem
 
 type OptimizerName = Literal["adamw", "sgd"]
@@ -143,6 +144,24 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """What is looked at while a run trains, and what follows from it."""
+
+    profile: str | None = None
+    """FIRST:LAST, both included: write a JAX trace of these steps into the run directory."""
+    spike_z: float = 8.0
+    """A loss so many robust deviations above those of the last steps is an alarm."""
+    stall_factor: float = 20.0
+    """A step that takes so many times the median of the last ones, and a minute at least, is an alarm."""
+    max_skipped_in_a_row: int = 5
+    """Steps in a row with a loss or gradient norm that is not finite, after which the run stops or goes back."""
+    rollback: bool = False
+    """Go back to the last good checkpoint on a loss spike or a loss that stays not finite; pass over those batches."""
+    max_rollbacks: int = 3
+    """Times that a run goes back; then a spike is only an alarm."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that determines a run."""
 
@@ -156,6 +175,8 @@ class TrainConfig:
     """Update rule and schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    watch: Annotated[WatchConfig, tyro.conf.arg(name="")] = WatchConfig()
+    """Alarms and profile; on the command line without a prefix, as --rollback."""
     layout: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(LAYOUTS)}}}")] = "zigzag"
     """Order of a row's tokens over the sequence axis; zigzag gives every device the same causal work."""
     loss: LossConfig = LossConfig()
@@ -235,6 +256,7 @@ def validate(config: TrainConfig, num_devices: int, *, device_kind: str = "") ->
         *_check_rows(config),
         *_check_sources(config.data),
         *_check_model(config),
+        *profiling.problems(config.watch.profile, config.num_steps),
     ]
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -261,6 +283,10 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "optimizer.clip_norm": (*_POSITIVE, "1.0"),
     "checkpoint.every": _COUNT,
     "checkpoint.keep": _COUNT,
+    "watch.spike_z": ("greater than 0", lambda value: value > 0, "8"),
+    "watch.stall_factor": ("greater than 1", lambda value: value > 1, "20"),
+    "watch.max_skipped_in_a_row": _COUNT,
+    "watch.max_rollbacks": _COUNT,
     "num_microbatches": _COUNT,
     "repeats": _COUNT,
     "accumulate": _COUNT,
@@ -281,7 +307,7 @@ def _check_numbers(config: TrainConfig) -> list[str]:
     for name, (rule, holds, example) in _NUMBERS.items():
         value = operator.attrgetter(name)(config)
         if not holds(value):
-            flag = name.replace("_", "-")
+            flag = name.removeprefix("watch.").replace("_", "-")
             problems.append(f"{name}={value} must be {rule}; for example --{flag} {example}")
     return problems
 

@@ -16,20 +16,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from ring_jax import make_mesh
-from train import checkpoint, metrics, report
+from train import checkpoint, metrics, page, report, rollback
 from train.bigram import bigram_bits_per_byte
 from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import Corpus, batches, held_out_batches, load_corpus, local_data_indices
 from train.plots import save_loss_plot
+from train.positions import PositionCurve
 from train.prefetch import Prefetch
 from train.sample import choose_prompt, continue_text
 from train.signals import StopRequest
-from train.state import TrainState
+from train.pipeline import layer_order
+from train.state import TrainState, reorder_layers, schedule_order
 from train.step import abstract_state, init_state, make_eval_step, make_train_step, place_batch
+from train.watch import Watcher
 
 _BATCHES_AHEAD = 2
 _BASELINE_TOKENS = 2**26
@@ -52,7 +56,8 @@ class Run:
 class Progress:
     """The whole state between two steps."""
 
-    state: TrainState
+    state: Any
+    """A `TrainState`; None while another is restored in its place."""
     step: int
     data_state: Any
     """State of the data iterator after the batch of `step`."""
@@ -91,7 +96,7 @@ def train(run: Run, console: Console) -> int:
 
     Raises:
       CheckpointError: no checkpoint could be restored.
-      FloatingPointError: the loss is no longer finite.
+      FloatingPointError: the loss is no longer finite, or too many steps in a row were skipped.
     """
     config, corpus, data_config = run.config, run.corpus, run.config.data
 
@@ -126,13 +131,16 @@ def train(run: Run, console: Console) -> int:
     metrics.write_json(run.run_dir / "config.json", to_json(config))
 
     # ------------------------------------------------------------------ steps
-    with StopRequest() as stop, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
-        evaluate = _make_evaluate(config, mesh, corpus, stop)
+    writes = jax.process_index() == 0
+    watch = Watcher(config, run.run_dir, mesh=mesh, step=progress.step, say=console.print, writes=writes)
+    with StopRequest() as stop, watch, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
+        evaluate = _make_evaluate(config, mesh, corpus, stop, watch.curve)
         held_out_loss = _run_steps(
-            run, progress, mesh=mesh, data=ahead, store=store, evaluate=evaluate, stop=stop, console=console
+            run, progress, mesh=mesh, data=ahead, store=store, evaluate=evaluate, stop=stop, watch=watch, console=console
         )
         if held_out_loss is None and not stop.requested:  # resumed after its last step
-            held_out_loss = evaluate(progress.state, None)
+            with watch.phase("evaluate"):
+                held_out_loss = evaluate(progress.state, None)
         store.close()
         if held_out_loss is None:
             console.print(
@@ -142,7 +150,8 @@ def train(run: Run, console: Console) -> int:
             return stop.exit_code
 
         # -------------------------------------------------------------- what came out
-        _finish(run, console, progress, held_out_loss=held_out_loss, bigram=bigram, num_params=num_params)
+        with watch.phase("finish"):
+            _finish(run, console, progress, watch, held_out_loss=held_out_loss, bigram=bigram, num_params=num_params)
     return 0
 
 
@@ -155,6 +164,7 @@ def _run_steps(
     store: checkpoint.CheckpointStore,
     evaluate: Callable[[TrainState, int | None], float | None],
     stop: StopRequest,
+    watch: Watcher,
     console: Console,
 ) -> float | None:
     """Advance `progress` to the last step or to a signal; returns the held-out loss of the last step, over all text."""
@@ -166,53 +176,99 @@ def _run_steps(
         report.StepReporter(console, first_step=first_step, num_steps=config.num_steps) as reporter,
     ):
         data_indices = local_data_indices(mesh)
-        batch = place_batch(next(data), config, mesh, data_indices=data_indices)
+        batch = place_batch(watch.fetch(data), config, mesh, data_indices=data_indices)
         while progress.step < config.num_steps and not stop.requested:
+            watch.begin(progress.step + 1)
             started = time.perf_counter()
             progress.state, measured = train_step(progress.state, batch)
+            measured = watch.with_norms(measured, progress.state.params)
             progress.data_state = data.get_state()
-            batch = place_batch(next(data), config, mesh, data_indices=data_indices)  # while the devices work
+            batch = place_batch(watch.fetch(data), config, mesh, data_indices=data_indices)  # while the devices work
             measured = jax.device_get(measured)
             step_time = time.perf_counter() - started
 
             progress.step += 1
             is_last = progress.step == config.num_steps
-            row = {
-                "loss": float(measured["loss"]),
-                "tokens_per_s": config.tokens_per_step / step_time,
-                "step_time_s": step_time,
-                "grad_norm": float(measured["grad_norm"]),
-                "lr": float(measured["lr"]),
-            }
+            row = _row(config, measured, step_time) | watch.end(progress.step, measured, step_time)
             reporter.step(progress.step, row)
+            if (first_bad_step := watch.judge(progress.step, row, store.folder)) is not None:
+                with watch.phase("rollback"):
+                    _go_back(progress, first_bad_step, mesh=mesh, run=run, data=data, store=store, log=log, watch=watch)
+                batch = place_batch(watch.fetch(data), config, mesh, data_indices=data_indices)
+                continue
             if is_last or (config.eval_every and progress.step % config.eval_every == 0):
-                held_out_loss = evaluate(progress.state, None if is_last else config.eval_batches)
+                with watch.phase("evaluate"):
+                    held_out_loss = evaluate(progress.state, None if is_last else config.eval_batches)
                 if held_out_loss is not None:
-                    row["held_out_loss"] = held_out_loss
+                    row |= {"held_out_loss": held_out_loss, **watch.curve.row()}
                     reporter.held_out(progress.step, held_out_loss)
             log.write(progress.step, row)
-            _check_finite(row["loss"], progress.step, store.folder)
+            if not row["skipped"]:
+                _check_finite(row["loss"], progress.step, store.folder)
+            watch.check_skipped(store.folder)
             if is_last or stop.requested or progress.step % config.checkpoint.every == 0:
-                store.save(progress.state, _meta(run, progress))
+                with watch.phase("checkpoint"):
+                    store.save(progress.state, _meta(run, progress))
         if progress.step < first_step:
             store.save(progress.state, _meta(run, progress))
     return held_out_loss if progress.step == config.num_steps else None
 
 
+def _row(config: TrainConfig, measured: dict[str, Any], step_time: float) -> dict[str, Any]:
+    """What every row of metrics holds."""
+    return {
+        "loss": float(measured["loss"]),
+        "tokens_per_s": config.tokens_per_step / step_time,
+        "step_time_s": step_time,
+        "grad_norm": float(measured["grad_norm"]),
+        "lr": float(measured["lr"]),
+    }
+
+
+def _go_back(
+    progress: Progress,
+    first_bad_step: int,
+    *,
+    mesh: Mesh,
+    run: Run,
+    data: Prefetch,
+    store: checkpoint.CheckpointStore,
+    log: metrics.MetricsLog,
+    watch: Watcher,
+) -> None:
+    """Put `progress`, the data and the metrics back to a checkpoint from before `first_bad_step`."""
+    bad_step = progress.step
+    progress.state = None  # two states may not fit into memory
+    progress.state, meta, _ = rollback.restore_before(store, abstract_state(run.config, mesh), first_bad_step)
+    progress.state = in_this_order(run.config, progress.state, meta)
+    progress.step, progress.data_state = meta.step, meta.data_state
+    data.set_state(meta.data_state)
+    log.rewind(meta.step)
+    watch.went_back(first_bad_step, bad_step, meta.step)
+
+
 def _make_evaluate(
-    config: TrainConfig, mesh: Mesh, corpus: Corpus, stop: StopRequest
+    config: TrainConfig, mesh: Mesh, corpus: Corpus, stop: StopRequest, curve: PositionCurve | None = None
 ) -> Callable[[TrainState, int | None], float | None]:
-    """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between."""
+    """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between.
+
+    An eval step may return, after its loss and count, the global sums and counts of `loss_by_position`: these go into
+    `curve`, which then holds the last evaluation.
+    """
     eval_step = make_eval_step(config, mesh)
     held_out = held_out_batches(corpus.held_out, seq_len=config.data.seq_len, batch_size=config.data.batch_size)
 
     def evaluate(state: TrainState, num_batches: int | None) -> float | None:
         total, count = 0.0, 0  # over all targets of all batches: a batch with few targets weighs little
+        if curve is not None:
+            curve.clear()
         for batch in itertools.islice(held_out, num_batches):
             if stop.requested:
                 return None
-            loss_sum, num_targets = eval_step(state.params, place_batch(batch, config, mesh))
+            loss_sum, num_targets, *by_position = eval_step(state.params, place_batch(batch, config, mesh))
             total, count = total + float(loss_sum), count + int(num_targets)
+            if by_position and curve is not None:
+                curve.add(*by_position)
         return total / count
 
     return evaluate
@@ -244,7 +300,17 @@ def _restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, 
     console.print(f"continuing after step {meta.step}, from {store.folder / str(meta.step)}")
     if dropped := metrics.drop_rows_after(run.run_dir, meta.step):
         console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {meta.step}: these steps run again")
-    return Progress(state=state, step=meta.step, data_state=meta.data_state)
+    return Progress(state=in_this_order(run.config, state, meta), step=meta.step, data_state=meta.data_state)
+
+
+def in_this_order(config: TrainConfig, state: TrainState, meta: checkpoint.Meta) -> TrainState:
+    """A restored state with its layers stacked as this run's pipeline wants them, whatever that of the saver was."""
+    saved = layer_order(config.model.num_layers, meta.config["mesh"]["pipeline"], meta.config.get("repeats", 1))
+    wanted = schedule_order(config)
+    if (saved == wanted).all():
+        return state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(lambda state: reorder_layers(state, saved, wanted), out_shardings=shardings, donate_argnums=0)(state)
 
 
 def _meta(run: Run, progress: Progress) -> checkpoint.Meta:
@@ -265,9 +331,16 @@ def _check_finite(loss: float, step: int, checkpoints: pathlib.Path) -> None:
 
 
 def _finish(
-    run: Run, console: Console, progress: Progress, *, held_out_loss: float, bigram: float, num_params: int
+    run: Run,
+    console: Console,
+    progress: Progress,
+    watch: Watcher,
+    *,
+    held_out_loss: float,
+    bigram: float,
+    num_params: int,
 ) -> None:
-    """Score, picture, sample, `summary.json`."""
+    """Score, picture, sample, `summary.json`, `report.html`."""
     rows = metrics.read_rows(run.run_dir)
     bits_per_byte = held_out_loss / math.log(2) / run.corpus.bytes_per_token
     save_loss_plot(
@@ -280,9 +353,13 @@ def _finish(
         "bigram_bits_per_byte": bigram,
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
         "num_params": num_params,
+        **watch.summary(rows),
     }
     decode = run.corpus.tokenizer.decode
     prompt = choose_prompt(run.corpus.held_out)
-    continuation = continue_text(progress.state.params, prompt, seed=run.config.seed)
+    natural = np.arange(run.config.model.num_layers)
+    params = reorder_layers(progress.state.params, schedule_order(run.config), natural)
+    continuation = continue_text(params, prompt, seed=run.config.seed)
     report.sum_up(console, summary, prompt=decode(prompt), continuation=decode(continuation), run_dir=run.run_dir)
     metrics.write_json(run.run_dir / "summary.json", summary)
+    page.save_report(run.run_dir, run.config, rows, summary, devices=watch.devices)

@@ -18,6 +18,7 @@ from ring_jax import manual
 from train.config import TrainConfig
 from train.cross_entropy import LossSpec, cross_entropy
 from train.pipeline import run_pipeline
+from train.positions import loss_by_position, position_edges
 
 type Batch = dict[str, Array]
 
@@ -75,6 +76,17 @@ def token_losses(model: Transformer, x: Array, targets: Array, config: TrainConf
     )
     loss, nll = cross_entropy(spec, x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1), first)
     return loss.reshape(targets.shape), nll.reshape(targets.shape)
+
+
+def evaluation_sums(model: Transformer, batch: Batch, config: TrainConfig) -> tuple[Array, Array, Array, Array]:
+    """(nats, count, nats by position, counts by position) of the next tokens, global sums, equal on all devices."""
+    x = final_activations(model, batch, config)
+    _, nll = token_losses(model, x, batch["targets"], config)
+    valid = batch["targets"] >= 0
+    curve = loss_by_position(nll, batch["positions"], valid, position_edges(config.data.seq_len))
+    sums = nll.sum(), jnp.sum(valid, dtype=jnp.int32), *curve
+    nats, count, by_position, counts = (psum(replicated(x), RULES.batch, RULES.sequence) for x in sums)
+    return nats, count, by_position, counts
 
 
 def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:

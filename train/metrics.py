@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,18 +23,36 @@ class MetricsLog:
 
     def __init__(self, run_dir: pathlib.Path, *, first_step: int):
         """Open for appending; `first_step` is the first step that will be written."""
-        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self._board = tensorboardX.SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=first_step if first_step > 1 else None
-        )
+        self._run_dir = run_dir
+        self._open(first_step)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """One row, on disk when this returns. A value that is not finite is written as null."""
-        row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One row, on disk when this returns. A value that is not finite is written as null.
+
+        A value is a number or, for one that has parts, a dictionary of numbers: `name/part` on TensorBoard.
+        """
+        row = {"step": step, **_finite(values)}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            parts = {f"/{part}": number for part, number in value.items()} if isinstance(value, dict) else {"": value}
+            for part, number in parts.items():
+                if math.isfinite(number):  # a gap in the curve; TensorBoard would warn at every one
+                    self._board.add_scalar(name + part, number, step)
+
+    def rewind(self, step: int) -> int:
+        """Drop the rows after `step`, which the run returned to, as on resume; returns how many."""
+        self._file.close()
+        self._board.close()
+        dropped = drop_rows_after(self._run_dir, step)
+        self._open(step + 1)
+        return dropped
+
+    def _open(self, first_step: int) -> None:
+        self._file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._board = tensorboardX.SummaryWriter(
+            str(self._run_dir / "tensorboard"), purge_step=first_step if first_step > 1 else None
+        )
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -68,8 +87,20 @@ def drop_rows_after(run_dir: pathlib.Path, step: int) -> int:
     return len(rows) - len(kept)
 
 
+def _finite(value: Any) -> Any:
+    """The value for JSON, which has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return value if math.isfinite(value) else None
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Write a JSON file at once, never half-written."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a text file at once, never half-written."""
     temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

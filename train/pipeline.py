@@ -43,11 +43,6 @@ def layer_order(num_layers: int, stages: int, repeats: int) -> np.ndarray:
     return np.swapaxes(groups, 0, 1).reshape(-1)
 
 
-def bubble(stages: int, microbatches: int, repeats: int) -> float:
-    """Share of the ticks in which a stage has nothing to do."""
-    return (stages - 1) / (repeats * microbatches + stages - 1)
-
-
 @jax.named_scope("pipeline")
 def run_pipeline(
     stage: Callable[[Any, Array, Any], Array], layers: Any, inputs: Array, place: Any, *, repeats: int = 1

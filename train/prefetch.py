@@ -33,12 +33,21 @@ class Prefetch(Iterator[Batch]):
         """
         self.rows = batches.rows
         self.wait_s = 0.0
+        self._batches, self._num_batches = batches, num_batches
+        self._start()
+
+    def _start(self) -> None:
         self._ended: BaseException | None = None
-        self._batches = batches
-        self._state = batches.get_state()
+        self._state = self._batches.get_state()
         self._stop = threading.Event()
-        self._ready: queue.Queue[tuple[Batch | None, Any]] = queue.Queue(max(1, num_batches))
-        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True) if num_batches else None
+        self._ready: queue.Queue[tuple[Batch | None, Any]] = queue.Queue(max(1, self._num_batches))
+        # The thread keeps the event and the queue that it was started with.
+        arguments = (self._stop, self._ready)
+        self._thread = (
+            threading.Thread(target=self._work, args=arguments, name="prefetch", daemon=True)
+            if self._num_batches
+            else None
+        )
         if self._thread:
             self._thread.start()
 
@@ -70,6 +79,14 @@ class Prefetch(Iterator[Batch]):
         """The position after the last batch that `next` gave."""
         return self._state
 
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go on from another position; what was made ahead is dropped."""
+        self.close()
+        if self._thread and self._thread.is_alive():
+            raise RuntimeError("the thread that reads the data does not answer, so its position cannot be changed")
+        self._batches.set_state(state)
+        self._start()
+
     def close(self) -> None:
         """End the thread; what it made ahead is dropped. A thread that a dead disk holds is left behind."""
         self._stop.set()
@@ -84,15 +101,15 @@ class Prefetch(Iterator[Batch]):
                 if self._stop.is_set():
                     raise RuntimeError("this Prefetch was closed") from None
 
-    def _work(self) -> None:
-        while not self._stop.is_set():
+    def _work(self, stop: threading.Event, ready: queue.Queue[tuple[Batch | None, Any]]) -> None:
+        while not stop.is_set():
             try:
                 item = (next(self._batches), self._batches.get_state())
             except BaseException as error:  # the consumer raises it
                 item = (None, error)
-            while not self._stop.is_set():
+            while not stop.is_set():
                 try:
-                    self._ready.put(item, timeout=_POLL_S)
+                    ready.put(item, timeout=_POLL_S)
                     break
                 except queue.Full:
                     pass

@@ -4,6 +4,7 @@ import math
 import pathlib
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from train.config import TrainConfig
 from train.data import Corpus, batches
+from train.flops import pipeline_bubble
 
 _AXES = {
     "data": "rows of the batch; every part has its own",
@@ -40,6 +42,7 @@ def introduce(
         f"global batch = {data.batch_size:,} rows x {data.seq_len:,} = {config.tokens_per_step:,} tokens",
         f"  rows: {mesh.data} data x {config.num_microbatches} microbatches x {rows}; "
         f"tokens of a row: {mesh.sequence} sequence devices x {data.seq_len // mesh.sequence:,} ({config.layout})",
+        *_bubble_lines(config),
         f"{corpus.summary(data.seq_len)}",
         f"  padding: {padding:.2%} of all token slots",
         f"to beat: {bigram:.3f} bits per byte, a bigram model of the same training text on the same held-out text",
@@ -49,9 +52,18 @@ def introduce(
         console.print(line)
 
 
-def sum_up(
-    console: Console, summary: dict[str, float], *, prompt: str, continuation: str, run_dir: pathlib.Path
-) -> None:
+def _bubble_lines(config: TrainConfig) -> list[str]:
+    """What the pipeline costs, where there is one, and how many microbatches would make it cheap."""
+    stages, pieces = config.mesh.pipeline, config.num_microbatches
+    if stages == 1:
+        return []
+    bubble = pipeline_bubble(stages, pieces)
+    line = f"  pipeline: each of {stages} stages waits {bubble:.1%} of a step, (p - 1) / (m + p - 1) with m = {pieces}"
+    enough = 4 * stages
+    return [line if pieces >= enough else f"{line}; {pipeline_bubble(stages, enough):.1%} with {enough} microbatches"]
+
+
+def sum_up(console: Console, summary: dict[str, Any], *, prompt: str, continuation: str, run_dir: pathlib.Path) -> None:
     """Say what came out."""
     model, bigram = summary["held_out_bits_per_byte"], summary["bigram_bits_per_byte"]
     console.rule("held-out text, continued by the model")
@@ -59,9 +71,14 @@ def sum_up(
     console.rule()
     verdict = f"{bigram - model:.3f} below" if model < bigram else f"{model - bigram:.3f} above"
     console.print(f"held-out text: {model:.3f} bits per byte, {verdict} the bigram's {bigram:.3f}")
-    console.print(f"median speed: {summary['tokens_per_s']:,.0f} tokens/s")
+    mfu = f", {summary['mfu']:.1%} of the devices' peak (MFU)" if "mfu" in summary else ""
+    console.print(f"median speed: {summary['tokens_per_s']:,.0f} tokens/s{mfu}")
+    raised = ", ".join(f"{count} {kind}" for kind, count in summary.get("alarms", {}).items() if count)
+    skipped = summary.get("skipped_steps", 0)
+    console.print(f"alarms: {raised or 'none'}; steps skipped: {skipped}")
     console.print(
-        f"written to {run_dir}: loss.png, metrics.jsonl, summary.json, config.json, tensorboard/, checkpoints/"
+        f"written to {run_dir}: report.html, loss.png, metrics.jsonl, summary.json, config.json, tensorboard/, "
+        "checkpoints/"
     )
 
 
@@ -80,6 +97,7 @@ class StepReporter:
         self._line_every = max(1, num_steps // _NUM_PLAIN_LINES)
         self._first_step = first_step
         self._started = 0.0
+        self._num_skipped = 0
         self._bar = None
         if console.is_terminal:
             columns = (
@@ -103,11 +121,14 @@ class StepReporter:
         if self._bar:
             self._bar.stop()
 
-    def step(self, step: int, row: dict[str, float]) -> None:
+    def step(self, step: int, row: dict[str, Any]) -> None:
         """Say how step `step` went."""
+        self._num_skipped += bool(row.get("skipped"))
+        mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+        skipped = f"  {self._num_skipped} skipped" if self._num_skipped else ""
         text = (
-            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {row['step_time_s']:.2f} s/step  "
-            f"ETA {self._eta(step)}"
+            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s{mfu}  {row['step_time_s']:.2f} s/step  "
+            f"ETA {self._eta(step)}{skipped}"
         )
         if self._bar:
             self._bar.update(self._task, completed=step, text=text)

@@ -2,8 +2,9 @@
 
 Invariant: every collective of the step is a line of code: the ring of `ring_jax`, weights and tokens in
 `models.collectives`, the hops of `train.pipeline`, the vocabulary's sums in `train.cross_entropy`, the global sums of
-`train.loss`; and here, `sum_gradients_over_replicas`. `check_vma` stays on, so JAX proves that what leaves as replicated is replicated. With it
-off, the gradients of replicated parameters would be scaled by the mesh, and only the loss curve would tell.
+`train.loss`; and here, `sum_gradients_over_replicas`. `check_vma` stays on, so JAX proves that what leaves as
+replicated is replicated. With it off, the gradients of replicated parameters would be scaled by the mesh, and only the
+loss curve would tell.
 """
 
 import functools
@@ -21,7 +22,7 @@ from models import Transformer
 from models.sharding import RULES
 from ring_jax import layouts
 from train.config import MESH_AXES, TrainConfig
-from train.loss import Batch, Sums, loss_sums, targets_name
+from train.loss import Batch, Sums, evaluation_sums, loss_sums, targets_name
 from train.optimizer import make_optimizer, make_schedule
 from train.rows import deeper_targets
 from train.state import TrainState, abstract_state, init_state, state_shardings, state_specs
@@ -104,19 +105,21 @@ def make_train_step(
     )
 
 
-def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Batch], tuple[Array, Array]]:
-    """The compiled function (params, batch) -> (global loss sum float32, global number of targets int32)."""
+def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Batch], tuple[Array, ...]]:
+    """The compiled function (params, batch) -> (loss sum float32, number of targets int32, both by position too).
+
+    All four are global; the last two are those of `train.positions.loss_by_position`.
+    """
     shardings = state_shardings(config, mesh).params
 
-    def local_sums(params: Transformer, batch: Batch) -> tuple[Array, Array]:
-        sums = loss_sums(params, batch, config)
-        return sums.nats, sums.count
+    def local_sums(params: Transformer, batch: Batch) -> tuple[Array, ...]:
+        return evaluation_sums(params, batch, config)
 
     sums = jax.shard_map(
         local_sums,
         mesh=mesh,
         in_specs=(state_specs(config).params, BATCH_SPEC),
-        out_specs=(PartitionSpec(), PartitionSpec()),
+        out_specs=4 * (PartitionSpec(),),
     )
     return jax.jit(sums, in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)))
 

@@ -1,0 +1,31 @@
+"""Llama 3.1 8B on rows of 1,048,576 tokens.
+
+Hardware: 128 v5p chips (v5p-256: mesh tensor 4, sequence 32), or 128 H200 in 16 hosts with the second command.
+Estimated memory (from sizes, by `train.memory`, not measured): about 6.1 GB on each chip, 6.4 GB with the second
+mesh, with weights and optimizer state cut over all four axes.
+Parameters: 8.03 billion. Tokens: 1,048,576 a step, one row. Of the 870 GFLOP for each token 825 are attention.
+
+    python -m train run configs/llama3_8b_1m.py --data.path TEXT
+    python -m train run configs/llama3_8b_1m.py --data.path TEXT --mesh.tensor 8 --mesh.sequence 16
+"""
+
+import dataclasses
+
+from configs import llama3_8b_128k
+from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+
+
+def config() -> TrainConfig:
+    """The 128k preset with a longer row; public models of this length take a rope_theta of billions."""
+    shorter = llama3_8b_128k.config()
+    return dataclasses.replace(
+        shorter,
+        model=dataclasses.replace(shorter.model, rope_theta=3.6e9),
+        mesh=MeshConfig(tensor=4, sequence=32),
+        data=DataConfig(seq_len=1_048_576, batch_size=1),
+        optimizer=OptimizerConfig(learning_rate=2e-5, min_learning_rate_ratio=0.1, warmup_steps=50),
+        num_microbatches=1,
+        num_steps=1000,
+        eval_every=100,
+        eval_batches=4,
+    )

@@ -1,0 +1,349 @@
+"""Spikes, skipped steps and returns to a checkpoint, in the real loop with a step that does what the test says.
+
+The step is a counter: its loss is a function of the batch alone, so the order of the losses is that of the batches.
+"""
+
+import dataclasses
+import functools
+import gzip
+import io
+import json
+import os
+import signal
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_run import config, write_text
+
+from ring_jax import make_mesh
+from train import flops, loop, report, watch
+from train.alarms import SpikeAlarm, read_alarms
+from train.checkpoint import CheckpointStore
+from train.config import CheckpointConfig, DataConfig, MeshConfig, WatchConfig
+from train.data import batches, load_corpus
+from train.memory import used_bytes
+from train.metrics import read_rows
+from train.positions import loss_by_position, position_edges
+from train.rollback import SkipList, batch_key, last_good_step
+from train.step import init_state
+
+NUM_STEPS = 12
+WATCH = WatchConfig(max_skipped_in_a_row=3)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("watch") / "text")
+
+
+def tiny(text, run_dir, **changes):
+    tiny_config = config(
+        data=DataConfig(path=text, seq_len=64, batch_size=2, held_out_fraction=0.2),
+        run_dir=str(run_dir),
+        checkpoint=CheckpointConfig(every=2, keep=5),
+        num_steps=NUM_STEPS,
+        eval_every=4,
+        watch=WATCH,
+    )
+    return dataclasses.replace(tiny_config, **changes)
+
+
+def loss_of(tokens):
+    """A loss near 4 that tells batches apart, whatever the layout."""
+    return 4 + int(np.sum(np.asarray(tokens, np.int64) ** 3 % 9973)) % 99_991 / 1e6
+
+
+def run_losses(run_config, num):
+    """The losses of the first batches of a run."""
+    data = batches(load_corpus(run_config.data).train, seq_len=64, batch_size=2, seed=run_config.seed)
+    return [float(np.float32(loss_of(next(data)["tokens"]))) for _ in range(num)]
+
+
+def fake_step(outcome):
+    """(state, batch) -> counted state and measures; `outcome(loss)` may change loss and `skipped` of a batch."""
+    count = jax.jit(lambda state: dataclasses.replace(state, step=state.step + 1))
+
+    def step(state, batch):
+        loss, skipped = outcome(float(np.float32(loss_of(batch["tokens"]))))
+        measured = {"loss": loss, "grad_norm": 1.0, "lr": 0.1} | ({} if skipped is None else {"skipped": skipped})
+        return count(state), {name: jnp.float32(value) for name, value in measured.items()}
+
+    return lambda *_: step
+
+
+def fake_eval(config, _mesh):
+    """The batch's own loss, and the curve by position that the real step may give."""
+
+    def step(_params, batch):
+        valid = np.asarray(batch["targets"]) >= 0
+        nats = np.where(valid, 3.0, np.nan).astype(np.float32)
+        edges = position_edges(config.data.seq_len)
+        sums, counts = loss_by_position(nats, np.asarray(batch["positions"]), valid, edges)
+        return sums.sum(), counts.sum(), sums, counts
+
+    return step
+
+
+def run(run_config, outcome=lambda loss: (loss, None), *, stop_after=None, draw=False):
+    """(exit code, output); draws the pictures at the end only when asked, which takes a second."""
+    output, plain = io.StringIO(), report.StepReporter.step
+
+    def report_step(self, step, row):
+        plain(self, step, row)
+        if step == stop_after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with (
+        mock.patch.object(loop, "make_train_step", fake_step(outcome)),
+        mock.patch.object(loop, "make_eval_step", fake_eval),
+        mock.patch.object(loop, "continue_text", lambda *_, **__: np.zeros(4, np.int32)),
+        mock.patch.object(watch, "SpikeAlarm", functools.partial(SpikeAlarm, min_history=4)),
+        mock.patch.object(report.StepReporter, "step", report_step),
+        mock.patch.object(loop.page, "save_report", loop.page.save_report if draw else mock.Mock()),
+        mock.patch.object(loop, "save_loss_plot", mock.Mock()),
+    ):
+        console = Console(file=output, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        code = loop.train(loop.prepare(run_config, resume_command="again"), console)
+    return code, output.getvalue()
+
+
+def losses(run_dir):
+    return [row["loss"] for row in read_rows(run_dir)]
+
+
+def kinds(run_dir):
+    return [(alarm["kind"], alarm["step"]) for alarm in read_alarms(run_dir)]
+
+
+def summary(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def spike_at(run_config, number):
+    """The outcome of a run in which batch `number` (from 1) has ten times its loss."""
+    bad = run_losses(run_config, number)[-1]
+    return lambda loss: (10 * loss if loss == bad else loss, None)
+
+
+@pytest.fixture(scope="module")
+def returned(text, tmp_path_factory):
+    """(run directory, output) of a run that met a spike at step 7 and went back by itself."""
+    run_config = tiny(
+        text, tmp_path_factory.mktemp("returned") / "run", watch=dataclasses.replace(WATCH, rollback=True)
+    )
+    code, output = run(run_config, spike_at(run_config, 7), draw=True)
+    assert code == 0
+    return run_config, output
+
+
+def test_a_spike_without_rollback_is_an_alarm_only(text, tmp_path):
+    run_config = tiny(text, tmp_path / "run")
+    code, output = run(run_config, spike_at(run_config, 7))
+    assert code == 0
+    assert kinds(tmp_path / "run") == [("loss_spike", 7)]
+    assert "alarm at step 7: loss 4" in output
+    assert "alarms: 1 loss_spike; steps skipped: 0" in output
+    expected = run_losses(run_config, NUM_STEPS)
+    assert losses(tmp_path / "run") == [*expected[:6], pytest.approx(10 * expected[6]), *expected[7:]]
+    assert summary(tmp_path / "run")["alarms"] == {"loss_spike": 1, "not_finite": 0, "stall": 0, "rollback": 0}
+
+
+def test_a_return_passes_over_the_bad_batches_and_no_other(returned):
+    run_config, output = returned
+    run_dir = tmp = loop.pathlib.Path(run_config.run_dir)
+    of_batch = run_losses(run_config, NUM_STEPS + 2)
+    assert losses(run_dir) == [*of_batch[:5], *of_batch[7:]], "6 and 7 are passed over; 5 came again and is the same"
+    assert [row["step"] for row in read_rows(run_dir)] == list(range(1, NUM_STEPS + 1))
+    assert kinds(run_dir) == [("loss_spike", 7), ("rollback", 7)]
+    assert "back to the checkpoint of step 4; 2 batches from step 6 on are passed over" in output
+    assert "2 batches" in (tmp / "report.html").read_text()
+    assert summary(run_dir)["skipped_batches"] == 2
+    assert [entry["step"] for entry in json.loads((run_dir / "skipped_batches.json").read_text())] == [6, 7]
+    assert [path.name for path in (run_dir / "checkpoints_incomplete").iterdir()] == ["6"], (
+        "6 was saved after the cause"
+    )
+    store = CheckpointStore(run_dir, keep=5)
+    assert store.read_meta().step == NUM_STEPS
+    store.close()
+
+
+def test_the_curve_by_position_reaches_the_metrics(returned):
+    rows = read_rows(loop.pathlib.Path(returned[0].run_dir))
+    curves = [(row["step"], row["held_out_loss_by_position"]) for row in rows if "held_out_loss_by_position" in row]
+    assert [step for step, _ in curves] == [4, 8, 12]
+    assert set(curves[-1][1].values()) == {3.0}
+    assert list(curves[-1][1])[:4] == ["0", "1", "2", "4"]
+
+
+@pytest.mark.parametrize("stop", [5, 9])
+def test_a_run_that_went_back_can_be_resumed_to_the_same_losses(returned, tmp_path, stop):
+    """5: stopped before the spike was met; 9: after the return."""
+    run_config = dataclasses.replace(returned[0], run_dir=str(tmp_path / "run"))
+    outcome = spike_at(run_config, 7)
+    assert run(run_config, outcome, stop_after=stop)[0] == 130
+    assert run(dataclasses.replace(run_config, resume=True), outcome)[0] == 0
+    assert losses(tmp_path / "run") == losses(loop.pathlib.Path(returned[0].run_dir))
+
+
+def nan_at(run_config, numbers, *, skipped):
+    of_batch = run_losses(run_config, max(numbers))
+    bad = {of_batch[number - 1] for number in numbers}
+    return lambda loss: (float("nan"), skipped) if loss in bad else (loss, skipped and 0.0)
+
+
+def test_skipped_steps_are_counted_and_the_run_goes_on(text, tmp_path):
+    run_config = tiny(text, tmp_path / "run")
+    code, output = run(run_config, nan_at(run_config, [5, 6, 9], skipped=1.0))
+    assert code == 0
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows if row["skipped"]] == [5, 6, 9]
+    assert [row["step"] for row in rows if row["loss"] is None] == [5, 6, 9]
+    assert summary(tmp_path / "run")["skipped_steps"] == 3
+    assert "steps skipped: 3" in output
+    assert "1 skipped" in output
+    assert kinds(tmp_path / "run") == []
+
+
+def test_too_many_in_a_row_end_the_run_with_the_batch_saved(text, tmp_path):
+    run_config = tiny(text, tmp_path / "run")
+    with pytest.raises(FloatingPointError, match=r"3 steps in a row were skipped .*max_skipped_in_a_row=3.*--rollback"):
+        run(run_config, nan_at(run_config, [5, 6, 7], skipped=1.0))
+    run_dir = tmp_path / "run"
+    assert kinds(run_dir) == [("not_finite", 7)]
+    assert [row["step"] for row in read_rows(run_dir)] == list(range(1, 8))
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2", "4", "6"]
+    with np.load(run_dir / "bad_batch_step_7.npz") as saved:
+        assert float(np.float32(loss_of(saved["tokens"]))) == run_losses(run_config, 7)[-1]
+        assert saved.keys() == {"tokens", "targets", "positions", "segment_ids"}
+    assert json.loads((run_dir / "heartbeat.json").read_text())["phase"] == "failed: FloatingPointError"
+
+
+def test_too_many_in_a_row_return_when_asked(text, tmp_path):
+    run_config = tiny(text, tmp_path / "run", watch=dataclasses.replace(WATCH, rollback=True))
+    code, _ = run(run_config, nan_at(run_config, [5, 6, 7], skipped=1.0))
+    assert code == 0
+    of_batch = run_losses(run_config, NUM_STEPS + 4)
+    assert losses(tmp_path / "run") == [*of_batch[:3], *of_batch[7:]]
+    assert kinds(tmp_path / "run") == [("not_finite", 7), ("rollback", 7)]
+
+
+def test_a_loss_not_finite_that_was_not_skipped_ends_the_run_or_returns_at_once(text, tmp_path):
+    run_config = tiny(text, tmp_path / "stops")
+    outcome = nan_at(run_config, [6], skipped=None)
+    with pytest.raises(FloatingPointError, match=r"loss=nan at step 6 must be finite"):
+        run(run_config, outcome)
+    run_config = tiny(text, tmp_path / "returns", watch=dataclasses.replace(WATCH, rollback=True))
+    assert run(run_config, outcome)[0] == 0
+    of_batch = run_losses(run_config, NUM_STEPS + 2)
+    assert losses(tmp_path / "returns") == [*of_batch[:4], *of_batch[6:]]
+
+
+def test_a_return_needs_a_checkpoint_from_before_and_has_a_limit(text, tmp_path):
+    watch_config = dataclasses.replace(WATCH, rollback=True, max_rollbacks=1)
+    run_config = tiny(text, tmp_path / "early", watch=watch_config)
+    with pytest.raises(FloatingPointError, match="at step 3 must be finite"):
+        run(run_config, nan_at(run_config, [3], skipped=None))  # the checkpoint of step 2 is not known to be good
+    assert kinds(tmp_path / "early") == [("not_finite", 3)]
+
+    run_config = tiny(text, tmp_path / "twice", watch=watch_config)
+    with pytest.raises(FloatingPointError, match="must be finite"):
+        run(run_config, nan_at(run_config, [6, 10], skipped=None))
+    assert [kind for kind, _ in kinds(tmp_path / "twice")] == ["not_finite", "rollback", "not_finite"]
+
+
+def test_measures_of_a_step(text, tmp_path):
+    """FLOPs by the formula from the batch's own documents, MFU against a known peak, memory where devices tell it."""
+    run_config = tiny(text, tmp_path / "run", num_steps=3, watch=WatchConfig(profile="2:3"))
+    with (
+        mock.patch.object(flops, "peak_flops", lambda devices: 1e9 * len(devices)),
+        mock.patch.object(watch, "used_bytes", lambda _: {"0": 5, "1": 7}),
+    ):
+        code, output = run(run_config)
+    assert code == 0
+    rows = read_rows(tmp_path / "run")
+    data = batches(load_corpus(run_config.data).train, seq_len=64, batch_size=2, seed=0)
+    for row in rows:
+        batch = next(data)
+        pairs = int((batch["positions"] + 1)[batch["segment_ids"] != 0].sum())  # a token sees those before and itself
+        num_tokens = int((batch["segment_ids"] != 0).sum())
+        assert row["model_flops"] == 6 * flops.matmul_params(run_config.model) * num_tokens + 12 * 2 * 2 * 8 * pairs
+        assert row["mfu"] == pytest.approx(row["model_flops"] / row["step_time_s"] / 2e9)
+        assert row["padding_share"] == pytest.approx(1 - num_tokens / 128)
+        assert row["peak_memory_bytes"] == {"0": 5, "1": 7}
+        assert 0 <= row["data_wait_s"] < row["step_time_s"] or row["step"] == 1
+        assert row["bubble"] == 0
+    leaves = jax.tree.leaves(init_state(run_config, make_mesh(sequence=2)).params)
+    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves))
+    assert rows[0]["param_norm"] == pytest.approx(norm, rel=1e-5)
+    assert "MFU" in output
+    assert "of the devices' peak" in output
+    assert summary(tmp_path / "run")["mfu"] == sorted(row["mfu"] for row in rows)[1]
+    (trace,) = (tmp_path / "run" / "profile").rglob("*.trace.json.gz")
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert (names.count("train"), names.count("data")) == (2, 2)
+
+
+def test_a_norm_that_the_step_gives_is_taken(text, tmp_path):
+    watcher = watch.Watcher(tiny(text, tmp_path), tmp_path, mesh=make_mesh(sequence=2), step=0, say=print)
+    assert watcher.with_norms({"param_norm": jnp.float32(3)}, None) == {"param_norm": 3}
+    assert watcher.devices == "2 x cpu"
+
+
+def test_steps_to_profile_that_are_done_already_are_said(text, tmp_path):
+    said = []
+    run_config = tiny(text, tmp_path, watch=WatchConfig(profile="2:3"))
+    for step in (2, 3):
+        watch.Watcher(run_config, tmp_path, mesh=make_mesh(sequence=2), step=step, say=said.append)
+    assert said == ["profile='2:3': these steps are done already, so no trace is written"]
+
+
+def test_memory_of_devices_that_tell_it():
+    def device(index, stats, process=0):
+        return SimpleNamespace(id=index, process_index=process, memory_stats=lambda: stats)
+
+    devices = [device(0, {"bytes_in_use": 3, "peak_bytes_in_use": 9}), device(1, {"bytes_in_use": 4}), device(2, None)]
+    assert used_bytes([*devices, device(3, {"bytes_in_use": 4}, process=1), device(4, {})]) == {"0": 9, "1": 4}
+    assert used_bytes(jax.devices()) == {}
+
+
+def test_the_bubble_is_said_at_the_start():
+    lines = report._bubble_lines(config(mesh=MeshConfig(pipeline=2), num_microbatches=2))
+    assert lines == [
+        "  pipeline: each of 2 stages waits 33.3% of a step, (p - 1) / (m + p - 1) with m = 2; "
+        "11.1% with 8 microbatches"
+    ]
+    assert report._bubble_lines(config(mesh=MeshConfig(pipeline=2), num_microbatches=8))[0].endswith("with m = 8")
+    assert report._bubble_lines(config()) == []
+
+
+def test_the_list_of_batches_outlives_the_process_and_the_iterator(text, tmp_path):
+    corpus = load_corpus(tiny(text, tmp_path).data)
+
+    def start():
+        return batches(corpus.train, seq_len=64, batch_size=2, seed=0)
+
+    data, states, drawn = start(), [], []
+    for _ in range(8):
+        drawn.append(next(data)["tokens"])
+        states.append(data.get_state())
+    assert len({batch_key(state) for state in states}) == 8
+    SkipList(tmp_path / "skipped.json").add([(3, batch_key(states[2])), (4, batch_key(states[3]))])
+    skips, data = SkipList(tmp_path / "skipped.json"), start()
+    data.set_state(states[0])
+    for expected in (1, 4, 5):
+        batch, key = skips.draw(data)
+        np.testing.assert_array_equal(batch["tokens"], drawn[expected])
+        assert key == batch_key(states[expected])
+    assert batch_key(b"state") != batch_key(b"another")
+
+
+def test_which_checkpoint_is_good(tmp_path):
+    assert last_good_step(tmp_path / "absent", 9) is None
+    for name in ("2", "4", "6", "8.orbax-checkpoint-tmp-1"):
+        (tmp_path / name).mkdir()
+    assert [last_good_step(tmp_path, first_bad) for first_bad in (3, 4, 7, 8, 100)] == [None, 2, 4, 6, 6]

@@ -1,0 +1,106 @@
+"""Model FLOPs and MFU: the arithmetic that the model needs for a batch, whatever the program does beside it.
+
+What always holds: the count depends on the model and the batch alone, never on the mesh, the schedule,
+rematerialization or the tiles that a kernel runs. Only tokens that are not padding count, and only the (query, key)
+pairs that the mask lets through: a causal document of n tokens has n (n + 1) / 2 of them. So padding, recomputation and
+bubbles lower the MFU, as they should. For one step, forward and backward:
+
+    6 * (parameters in matmuls) * tokens  +  12 * layers * heads * head_dim * pairs
+
+A matmul costs 2 FLOPs for each weight and token, and twice that backward. A pair costs 2 H for its score and 2 H for
+its value in every head and layer, and twice that backward.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from models.config import ModelConfig
+from ring_jax.planner import find_hardware
+
+
+class BatchCounts(NamedTuple):
+    """What of a batch is work."""
+
+    num_tokens: int
+    """Tokens that are not padding."""
+    num_slots: int
+    """Places for tokens: rows x length."""
+    num_pairs: int
+    """(query, key) pairs that the causal mask lets through inside the documents."""
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the places that hold padding."""
+        return 1 - self.num_tokens / self.num_slots if self.num_slots else 0.0
+
+
+def count_batch(segment_ids: np.ndarray, *, window: int | None = None) -> BatchCounts:
+    """Tokens and visible pairs of packed rows.
+
+    Args:
+      segment_ids: [rows, T] in natural order; 0 is padding, tokens of one document share an id in their row.
+      window: keys before itself that a query may see; None: all of its document.
+    """
+    rows, length = segment_ids.shape
+    if not segment_ids.size:
+        return BatchCounts(0, 0, 0)
+    widest = int(segment_ids.max()) + 1
+    ids = segment_ids.astype(np.int64) + np.arange(rows)[:, None] * widest
+    sizes = np.bincount(ids.reshape(-1), minlength=rows * widest).reshape(rows, widest)[:, 1:]
+    seen = sizes if window is None else np.minimum(sizes, window + 1)
+    pairs = seen * (seen + 1) // 2 + (sizes - seen) * seen
+    return BatchCounts(int(sizes.sum()), rows * length, int(pairs.sum()))
+
+
+def matmul_params(model: ModelConfig) -> int:
+    """Parameters that every token is multiplied with: the layers' matrices and the head, not the embedding table."""
+    attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    mlp = 3 * model.embed_dim * model.mlp_dim
+    return model.num_layers * (attention + mlp) + model.embed_dim * model.vocab_size
+
+
+def num_params(model: ModelConfig) -> int:
+    """All parameters; equal to the sizes of the arrays of a `Transformer`.
+
+    Example:
+      >>> num_params(
+      ...     ModelConfig(
+      ...         vocab_size=128_256,
+      ...         num_layers=32,
+      ...         embed_dim=4096,
+      ...         num_heads=32,
+      ...         num_kv_heads=8,
+      ...         head_dim=128,
+      ...         mlp_dim=14_336,
+      ...     )
+      ... )
+      8030261248
+    """
+    table = 0 if model.tie_embeddings else model.embed_dim * model.vocab_size
+    norms = (2 * model.num_layers + 1) * model.embed_dim
+    return matmul_params(model) + table + norms
+
+
+def model_flops(model: ModelConfig, counts: BatchCounts) -> float:
+    """FLOPs of one train step, forward and backward, by the closed form above."""
+    per_pair = 12 * model.num_layers * model.num_heads * model.head_dim
+    return float(6 * matmul_params(model) * counts.num_tokens + per_pair * counts.num_pairs)
+
+
+def peak_flops(devices: Sequence[jax.Device]) -> float | None:
+    """FLOP/s of all devices together, bfloat16 without sparsity; None where a device's kind is not in the table."""
+    known = [find_hardware(device.device_kind) for device in devices]
+    return sum(hardware.flops for hardware in known if hardware) if known and all(known) else None
+
+
+def pipeline_bubble(num_stages: int, num_microbatches: int, repeats: int = 1) -> float:
+    """Share of a step in which a stage waits: (p - 1) / (v m + p - 1), v the times a microbatch passes each device.
+
+    Example:
+      >>> round(pipeline_bubble(8, 32), 4), round(pipeline_bubble(8, 32, repeats=4), 4)
+      (0.1795, 0.0519)
+    """
+    return (num_stages - 1) / (repeats * num_microbatches + num_stages - 1)

@@ -1,0 +1,83 @@
+"""Going back: a checkpoint from before the trouble, and the batches that are passed over on the way forward again.
+
+What always holds: batches are known by the state of the data after them, which is the same whenever and on whatever
+mesh or host they are drawn. Once a batch is on the list it is never trained on again, also after the run was killed and
+resumed. So two returns never meet the same trouble, and every batch that is not on the list comes exactly as it would
+have come.
+
+Step 57 shows the trouble. Its loss belongs to the parameters after step 56, so the batches of 56 (whose update may be
+to blame) and 57 are put on the list; the newest checkpoint of step 55 or before is good, because its parameters were
+seen to give a good loss at the next step. From 40, say, the steps to 55 run again on the same batches, and 56 takes the
+batch that comes after those of 57. Checkpoints after 40 are set aside.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from train.checkpoint import CheckpointStore, Meta
+from train.metrics import write_json
+from train.state import TrainState
+
+SKIPPED_FILE = "skipped_batches.json"
+
+
+def batch_key(data_state: Any) -> str:
+    """A short name of the batch after which the data iterator is in this state."""
+    text = json.dumps(data_state, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class SkipList:
+    """The batches of a run that are passed over."""
+
+    def __init__(self, path: pathlib.Path, *, writes: bool = True):
+        """Read the list, if there is one; `writes` is False in a process that leaves the file to another."""
+        self._path, self._writes = path, writes
+        self._entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        self._keys = {entry["batch"] for entry in self._entries}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, batches: Iterable[tuple[int, str]]) -> None:
+        """Put (step, key) of batches on the list, on disk when this returns."""
+        new = [{"step": step, "batch": key} for step, key in batches if key not in self._keys]
+        self._entries += new
+        self._keys.update(entry["batch"] for entry in new)
+        if self._writes:
+            write_json(self._path, self._entries)
+
+    def draw(self, data: Any) -> tuple[Any, str]:
+        """The next batch that is not on the list, and its key."""
+        while True:
+            batch = next(data)
+            key = batch_key(data.get_state())
+            if key not in self._keys:
+                return batch, key
+
+
+def checkpoint_steps(folder: pathlib.Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, in order."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+
+
+def last_good_step(folder: pathlib.Path, first_bad_step: int) -> int | None:
+    """Step of the newest checkpoint whose parameters gave a good loss before the trouble began; None: there is none."""
+    good = [step for step in checkpoint_steps(folder) if step <= first_bad_step - 2]
+    return good[-1] if good else None
+
+
+def restore_before(
+    store: CheckpointStore, abstract: TrainState, first_bad_step: int
+) -> tuple[TrainState, Meta, list[str]]:
+    """The newest good checkpoint; later ones are moved to `checkpoints_incomplete`, because their steps run again.
+
+    Raises:
+      CheckpointError: there is none; ask `last_good_step` first.
+    """
+    later = [str(step) for step in checkpoint_steps(store.folder) if step > first_bad_step - 2]
+    store._move_aside(later)
+    return store.restore(abstract)

@@ -1,0 +1,234 @@
+"""What watches the steps of a run: measures for the metrics, heartbeat, profile, alarms, and when to go back.
+
+What always holds: watching changes nothing about training. With the alarms off or silent, a run gives the same losses
+to the bit; and whether it goes back is decided from the losses and the list of checkpoints, so every process of a run
+decides alike. The loop calls, in this order: `fetch` (a batch ahead), `begin`, `with_norms`, `end`, `judge`, and
+`phase` round everything that is no step.
+"""
+
+import collections
+import contextlib
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from train import flops, metrics, rollback
+from train.alarms import AlarmLog, SpikeAlarm
+from train.config import TrainConfig
+from train.heartbeat import HEARTBEAT_FILE, Heartbeat
+from train.memory import used_bytes
+from train.positions import PositionCurve
+from train.profiling import PROFILE_FOLDER, Profiler, parse_steps
+
+
+class _Fetched(NamedTuple):
+    """A batch on the host, in natural order, and what is known of it."""
+
+    batch: dict[str, np.ndarray]
+    key: str
+    counts: flops.BatchCounts
+
+
+class Watcher:
+    """Context round the steps of one run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: pathlib.Path,
+        *,
+        mesh: Mesh,
+        step: int,
+        say: Callable[[str], object],
+        writes: bool = True,
+    ):
+        """Watch a run that has done `step` steps; `say` prints a line; one process of the run `writes` files."""
+        self._config, self._run_dir, self._step = config, run_dir, step
+        self._devices = list(mesh.devices.flat)
+        self.devices = f"{len(self._devices)} x {self._devices[0].device_kind}"
+        """How many devices of which kind."""
+        self._peak = flops.peak_flops(self._devices)
+        self._alarms = AlarmLog(run_dir, say=say, writes=writes)
+        self._say = say if writes else lambda _: None
+        self._spikes = SpikeAlarm(config.watch.spike_z)
+        self._skips = rollback.SkipList(run_dir / rollback.SKIPPED_FILE, writes=writes)
+        self._heartbeat = Heartbeat(
+            run_dir / HEARTBEAT_FILE if writes else None,
+            step=step,
+            stall_factor=config.watch.stall_factor,
+            on_stall=lambda at, text: self._alarms.raise_alarm("stall", at, text),
+        )
+        self._profiler = Profiler(run_dir / PROFILE_FOLDER, config.watch.profile)
+        if config.watch.profile and parse_steps(config.watch.profile)[-1] <= step:
+            self._say(f"profile={config.watch.profile!r}: these steps are done already, so no trace is written")
+        self.curve = PositionCurve(config.data.seq_len)
+        """Loss by position of the last evaluation, where the eval step gives it."""
+        self._param_norm = jax.jit(optax.tree.norm)
+        self._fetched: _Fetched | None = None
+        self._current: _Fetched | None = None
+        self._recent: collections.deque[tuple[int, str]] = collections.deque(
+            maxlen=config.watch.max_skipped_in_a_row + 1
+        )
+        self._wait_s, self._num_ended, self._in_a_row = 0.0, 0, 0
+        self._remember(metrics.read_rows(run_dir), step)
+
+    def __enter__(self) -> "Watcher":
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._heartbeat)
+        self._stack.enter_context(self._profiler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """What the run does meanwhile, for the heartbeat and the profile."""
+        before = self._heartbeat.phase
+        self._heartbeat.beat(name)
+        with jax.profiler.TraceAnnotation(name):
+            yield
+        self._heartbeat.beat(before)
+
+    def fetch(self, data: Any) -> dict[str, np.ndarray]:
+        """The batch of the step after the one that runs, passing over what is on the list of bad batches."""
+        started = time.perf_counter()
+        with jax.profiler.TraceAnnotation("data"):
+            batch, key = self._skips.draw(data)
+        self._wait_s = time.perf_counter() - started
+        self._fetched = _Fetched(batch, key, flops.count_batch(batch["segment_ids"]))  # while the devices work
+        return batch
+
+    def begin(self, step: int) -> None:
+        """Step `step` is about to be dispatched, on the batch that was fetched last."""
+        assert self._fetched is not None, "fetch comes first"
+        self._current = self._fetched
+        self._recent.append((step, self._current.key))
+        self._profiler.before(step)
+        self._heartbeat.beat("step" if self._num_ended else "compile")
+
+    def with_norms(self, measured: dict[str, Array], params: Any) -> dict[str, Array]:
+        """What the step measured, with `param_norm`: dispatched now, ready together with the step."""
+        return measured if "param_norm" in measured else {**measured, "param_norm": self._param_norm(params)}
+
+    def end(self, step: int, measured: Mapping[str, Any], step_time: float) -> dict[str, Any]:
+        """Step `step` is done and measured; returns what to add to its row of metrics."""
+        self._profiler.after(step)
+        self._heartbeat.stepped(step, step_time, compiled=self._num_ended == 0)
+        self._num_ended += 1
+        assert self._current is not None, "begin comes first"
+        counts, num_rows = self._current.counts, len(self._current.batch["segment_ids"])
+        # The other hosts' rows are taken to be like this one's.
+        work = flops.model_flops(self._config.model, counts) * self._config.data.batch_size / num_rows
+        row: dict[str, Any] = {
+            "param_norm": float(measured["param_norm"]),
+            "model_flops": work,
+            "bubble": flops.pipeline_bubble(
+                self._config.mesh.pipeline, self._config.num_microbatches, self._config.repeats
+            ),
+            "data_wait_s": self._wait_s,
+            "padding_share": counts.padding_share,
+            "skipped": float(measured.get("skipped", 0.0)),
+        }
+        if self._peak:
+            row["mfu"] = work / step_time / self._peak
+        if memory := used_bytes(self._devices):
+            row["peak_memory_bytes"] = memory
+        return row
+
+    def judge(self, step: int, row: Mapping[str, Any], checkpoints: pathlib.Path) -> int | None:
+        """Look at the loss of a step. Returns the first bad step if the run is to return to a checkpoint before it."""
+        loss, is_skipped = row["loss"], bool(row["skipped"])
+        score = self._spikes.add(step, loss)
+        self._in_a_row = 0 if math.isfinite(loss) and not is_skipped else self._in_a_row + 1
+        if score is not None:
+            text = f"loss {loss:.4f} is {score:.1f} robust deviations above the steps before"
+            self._alarms.raise_alarm("loss_spike", step, text, loss=loss, score=score)
+            return self._first_bad_to_return_to(step, step, checkpoints)
+        if self._too_many() or (self._in_a_row and not is_skipped):
+            what = f"loss={loss} and grad_norm={row['grad_norm']}, {self._in_a_row} steps in a row not finite"
+            self._alarms.raise_alarm("not_finite", step, f"{what}; {self._save_batch(step)}")
+            return self._first_bad_to_return_to(step - self._in_a_row + 1, step, checkpoints)
+        return None
+
+    def check_skipped(self, checkpoints: pathlib.Path) -> None:
+        """End a run whose steps are skipped one after another.
+
+        Raises:
+          FloatingPointError: as many in a row as the configuration allows.
+        """
+        if self._too_many():
+            raise FloatingPointError(
+                f"{self._in_a_row} steps in a row were skipped because loss or gradient norm was not finite, and "
+                f"max_skipped_in_a_row={self._config.watch.max_skipped_in_a_row}; look at the batch saved in "
+                f"{self._run_dir}, lower --optimizer.learning-rate, or add --rollback (checkpoints: {checkpoints})"
+            )
+
+    def went_back(self, first_bad_step: int, bad_step: int, step: int) -> None:
+        """The run stands after `step` again; the batches from before `first_bad_step` on will be passed over."""
+        bad = [(at, key) for at, key in self._recent if at >= first_bad_step - 1]
+        self._skips.add(bad)
+        self._recent.clear()
+        self._spikes.forget_after(step)
+        self._in_a_row, self._fetched = 0, None
+        text = f"back to the checkpoint of step {step}; {len(bad)} batches from step {bad[0][0]} on are passed over"
+        self._alarms.raise_alarm("rollback", bad_step, text, to_step=step)
+
+    def summary(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """What goes into `summary.json`: alarms, skipped steps, shares; medians over the steps."""
+        found: dict[str, Any] = {
+            "alarms": self._alarms.counts(),
+            "skipped_steps": sum(bool(row.get("skipped")) for row in rows),
+            "skipped_batches": len(self._skips),
+        }
+        for name in ("mfu", "padding_share"):
+            if values := [row[name] for row in rows if row.get(name) is not None]:
+                found[name] = statistics.median(values)
+        return found
+
+    def _too_many(self) -> bool:
+        return self._in_a_row >= self._config.watch.max_skipped_in_a_row
+
+    def _first_bad_to_return_to(self, first_bad: int, step: int, checkpoints: pathlib.Path) -> int | None:
+        """`first_bad`, if the configuration asks for returns and one is possible."""
+        watch, done = self._config.watch, self._alarms.counts()["rollback"]
+        if not watch.rollback:
+            return None
+        if done >= watch.max_rollbacks:
+            self._say(f"no return to a checkpoint: max_rollbacks={watch.max_rollbacks} is reached")
+        elif rollback.last_good_step(checkpoints, first_bad) is None:
+            self._say(f"no return: {checkpoints} holds none of step {first_bad - 2} or before")
+        else:
+            return first_bad
+        return None
+
+    def _save_batch(self, step: int) -> str:
+        """Write the batch of a step for a look; returns words for where it is."""
+        process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
+        path = self._run_dir / f"bad_batch_step_{step}{process}.npz"
+        try:
+            assert self._current is not None
+            np.savez(path, allow_pickle=False, **self._current.batch)
+        except OSError as error:
+            return f"its batch could not be saved: {error}"
+        return f"its batch is in {path}"
+
+    def _remember(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Take up the losses of the steps before, so that a resumed run raises the alarms that it would have raised."""
+        for row in rows:
+            if row["step"] <= step:
+                loss = math.nan if row.get("loss") is None else row["loss"]
+                self._spikes.add(row["step"], loss)
+                self._in_a_row = self._in_a_row + 1 if row.get("skipped") else 0
