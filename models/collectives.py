@@ -40,7 +40,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def gather_weight(weight: Array, axis: int, size: int, like: Array) -> Array:
-    """A whole float32 weight in the type of ``like``, from this device's part of dimension ``axis`` (``size`` in all)."""
+    """A whole weight in the type of ``like``, from this device's part of dimension ``axis`` (``size`` in all)."""
     if weight.shape[axis] == size:
         return weight.astype(like.dtype)
     weight = manual.vary_alike(weight, like)[0]

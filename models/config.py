@@ -33,7 +33,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Use the embedding table as the output head, too."""
     windows: tuple[int | None, ...] = ()
-    """Sliding windows of the layers, in turn: a query sees that many positions before its own; None: all. (): all do."""
+    """Sliding windows of the layers, in turn: a query sees that many positions before its own; None, and (): all."""
     attention_soft_cap: float | None = None
     """Attention scores become cap * tanh(scores / cap)."""
     final_soft_cap: float | None = None

@@ -18,8 +18,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 import ring_jax
-from models.config import ModelConfig
 from models.collectives import gather_tokens, gather_weight, scatter_tokens
+from models.config import ModelConfig
 from models.sharding import RULES
 from ring_jax import manual
 

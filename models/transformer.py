@@ -15,14 +15,13 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from models.collectives import GATHERED, gather_tokens, gather_weight, replicated, scatter_tokens, vocab_shard
 from models.config import ModelConfig
 from models.layers import DecoderLayer, Positions, RMSNorm, random_weight
-from models.collectives import GATHERED, gather_tokens, gather_weight, replicated, scatter_tokens, vocab_shard
 from models.sharding import RULES
 from ring_jax import manual
 from ring_jax.core import ATTENTION
 from ring_jax.layouts import shard_positions
-
 
 _KEEP = jax.checkpoint_policies
 REMAT_POLICIES = {

@@ -1,8 +1,8 @@
 """Exact attention over sequences too long for one device, in JAX."""
 
 from ring_jax.attention import dot_product_attention
-from ring_jax.core import ATTENTION
 from ring_jax.balance import balanced_permutation, live_tiles
+from ring_jax.core import ATTENTION
 from ring_jax.inspection import inspect
 from ring_jax.layouts import from_layout, permutation, to_layout
 from ring_jax.mesh import make_mesh

@@ -18,7 +18,6 @@ from ring_jax.kernels.tiles import is_float
 from ring_jax.problem import Inputs, Problem, Spec, open_problem
 from ring_jax.routes import Grid
 
-
 ATTENTION = "ring_attention"
 """Name of what the backward pass needs of the forward pass, for policies of `jax.checkpoint`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_step import B, MODEL, SGD, packed_batch
+from test_step import MODEL, SGD, B, packed_batch
 
 from ring_jax import make_mesh
 from train.config import MESH_AXES, DataConfig, LossConfig, MeshConfig, TrainConfig
@@ -33,9 +33,7 @@ FAST = [
     ((1, 1, 2, 4), 2, 2, {"remat": "attention"}),
     ((2, 2, 2, 2), 1, 1, {"remat": "none"}),
 ]
-EIGHT = [
-    (d, t, p, s) for d in (1, 2) for t in (1, 2) for p in (1, 2, 4, 8) for s in (1, 2, 4, 8) if d * t * p * s == 8
-]
+EIGHT = [(d, t, p, s) for d in (1, 2) for t in (1, 2) for p in (1, 2, 4, 8) for s in (1, 2, 4, 8) if d * t * p * s == 8]
 SIXTEEN = [(1, 1, 1, 16), (1, 2, 2, 4), (2, 2, 1, 4), (1, 2, 4, 2), (2, 1, 2, 4), (1, 1, 2, 8), (2, 2, 2, 2)]
 SLOW = [(sizes, 2, 1, {}) for sizes in EIGHT + SIXTEEN if sizes[0] == 1 and sizes[2] <= 4]
 SLOW += [(sizes, 1, 1, {}) for sizes in EIGHT + SIXTEEN if sizes[0] == 2 and sizes[2] <= 4]
@@ -113,6 +111,8 @@ def test_every_term_of_the_loss_has_an_effect():
         dataclasses.replace(config, loss=dataclasses.replace(LOSS, **{name: 0.0}))
         for name in ("label_smoothing", "z_loss", "mtp_weight")
     ]
-    off += [dataclasses.replace(config, model=dataclasses.replace(FULL, **{name: None})) for name in ("final_soft_cap",)]
+    off += [
+        dataclasses.replace(config, model=dataclasses.replace(FULL, **{name: None})) for name in ("final_soft_cap",)
+    ]
     for other in off:
         assert abs(run(other, 1)[0][0]["grad_norm"] / whole - 1) > 1e-4

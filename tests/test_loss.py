@@ -90,7 +90,9 @@ def test_the_vocabulary_may_be_cut_over_devices():
         loss, nll = cross_entropy(spec, x, weight, targets, first)
         return loss.sum() + 0.5 * nll.sum()
 
-    mapped = jax.shard_map(jax.value_and_grad(local, (0, 1)), mesh=mesh, in_specs=(P(), cut, P()), out_specs=(P(), (P(), cut)))
+    mapped = jax.shard_map(
+        jax.value_and_grad(local, (0, 1)), mesh=mesh, in_specs=(P(), cut, P()), out_specs=(P(), (P(), cut))
+    )
     got = jax.jit(mapped)(x, weight, targets)
     whole = spec._replace(axes=())
     want = jax.jit(jax.value_and_grad(lambda *a: sums(whole, *a)[0], (0, 1)))(x, weight, targets)
@@ -99,7 +101,9 @@ def test_the_vocabulary_may_be_cut_over_devices():
 
 def test_no_array_holds_all_logits():
     """Compiled for 4,096 tokens and 32,768 words: the logits would have 512 MiB."""
-    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((4096, 16), "float32"), ((16, 32768), "float32"), ((4096,), "int32"))]
+    shapes = [
+        jax.ShapeDtypeStruct(s, d) for s, d in (((4096, 16), "float32"), ((16, 32768), "float32"), ((4096,), "int32"))
+    ]
     fun = jax.value_and_grad(functools.partial(sums, LossSpec(32768, chunk=128)), (0, 1), has_aux=True)
     used = jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
     assert used < 4096 * 32768 * 4 / 8, used
@@ -110,7 +114,9 @@ def test_layer_order(stages: int, repeats: int):
     """Going round the stages in order meets the layers in order."""
     order = layer_order(12 if repeats == 3 else 8, stages, repeats)
     held = order.reshape(stages, repeats, -1)
-    np.testing.assert_array_equal(np.concatenate([held[s, r] for r in range(repeats) for s in range(stages)]), np.arange(len(order)))
+    np.testing.assert_array_equal(
+        np.concatenate([held[s, r] for r in range(repeats) for s in range(stages)]), np.arange(len(order))
+    )
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 3), (4, 2)])

@@ -20,7 +20,15 @@ from models.sharding import (
 )
 
 CONFIG = ModelConfig(
-    vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, remat="none", mtp_depth=2
+    vocab_size=32,
+    num_layers=4,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=24,
+    remat="none",
+    mtp_depth=2,
 )
 
 

@@ -25,12 +25,12 @@ from train import checkpoint, metrics, page, report, rollback
 from train.bigram import bigram_bits_per_byte
 from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import Corpus, batches, held_out_batches, load_corpus, local_data_indices
+from train.pipeline import layer_order
 from train.plots import save_loss_plot
 from train.positions import PositionCurve
 from train.prefetch import Prefetch
 from train.sample import choose_prompt, continue_text
 from train.signals import StopRequest
-from train.pipeline import layer_order
 from train.state import TrainState, reorder_layers, schedule_order
 from train.step import abstract_state, init_state, make_eval_step, make_train_step, place_batch
 from train.watch import Watcher
@@ -136,7 +136,15 @@ def train(run: Run, console: Console) -> int:
     with StopRequest() as stop, watch, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
         evaluate = _make_evaluate(config, mesh, corpus, stop, watch.curve)
         held_out_loss = _run_steps(
-            run, progress, mesh=mesh, data=ahead, store=store, evaluate=evaluate, stop=stop, watch=watch, console=console
+            run,
+            progress,
+            mesh=mesh,
+            data=ahead,
+            store=store,
+            evaluate=evaluate,
+            stop=stop,
+            watch=watch,
+            console=console,
         )
         if held_out_loss is None and not stop.requested:  # resumed after its last step
             with watch.phase("evaluate"):

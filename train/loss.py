@@ -7,7 +7,6 @@ without a target contributes exactly nothing, neither to the sum nor to a gradie
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 

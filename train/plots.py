@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 type Rows = list[dict[str, Any]]
 
 
-
 def save_loss_plot(
     path: pathlib.Path, rows: Rows, *, bigram_bits_per_byte: float, bytes_per_token: float = 1.0
 ) -> None:

@@ -57,10 +57,17 @@ def _bubble_lines(config: TrainConfig) -> list[str]:
     stages, pieces = config.mesh.pipeline, config.num_microbatches
     if stages == 1:
         return []
-    bubble = pipeline_bubble(stages, pieces)
-    line = f"  pipeline: each of {stages} stages waits {bubble:.1%} of a step, (p - 1) / (m + p - 1) with m = {pieces}"
+    bubble = pipeline_bubble(stages, pieces, config.repeats)
+    line = (
+        f"  pipeline: each of {stages} stages waits {bubble:.1%} of a step, (p - 1) / (v m + p - 1) with m = {pieces}, "
+        f"v = {config.repeats}"
+    )
     enough = 4 * stages
-    return [line if pieces >= enough else f"{line}; {pipeline_bubble(stages, enough):.1%} with {enough} microbatches"]
+    return [
+        line
+        if pieces >= enough
+        else f"{line}; {pipeline_bubble(stages, enough, config.repeats):.1%} with {enough} microbatches"
+    ]
 
 
 def sum_up(console: Console, summary: dict[str, Any], *, prompt: str, continuation: str, run_dir: pathlib.Path) -> None:

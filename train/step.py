@@ -71,9 +71,7 @@ def make_train_step(
         (_, sums), grads = fun(params, batch)
         return sums, grads
 
-    mapped = jax.shard_map(
-        sums_and_grads, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(Sums(*3 * (PartitionSpec(),)), specs)
-    )
+    mapped = jax.shard_map(sums_and_grads, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(PartitionSpec(), specs))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         sums, grads = mapped(state.params, batch)
