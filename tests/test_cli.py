@@ -175,4 +175,4 @@ def test_a_refusal_of_the_real_program_is_one_message(run_cli):
     assert result.returncode == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert result.stderr.startswith("error: 3 problems in the configuration:")
+    assert result.stderr.startswith("error: 5 problems in the configuration:")

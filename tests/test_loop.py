@@ -81,7 +81,7 @@ def test_a_run_writes_everything_it_promises(unbroken):
 
     rows = read_rows(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert all(row.keys() - {"held_out_loss"} == ROW for row in rows)
+    assert all(row.keys() - {"held_out_loss", "held_out_loss_by_position"} == ROW for row in rows)
     assert [row["step"] for row in rows if "held_out_loss" in row] == [3, 6]
     assert all(np.float32(row["loss"]) == row["loss"] for row in rows), "a loss is a float32, to the last bit"
 
