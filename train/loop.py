@@ -19,10 +19,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from ring_jax import make_mesh
-from train import checkpoint, metrics, report
+from train import checkpoint, distributed, metrics, report
 from train.bigram import bigram_bits_per_byte
 from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import Corpus, batches, decode, held_out_batches, load_corpus
+from train.errors import SaveError
 from train.plots import save_loss_plot
 from train.sample import choose_prompt, continue_text
 from train.signals import StopRequest
@@ -70,9 +71,7 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
         config = clamp_warmup(config)
     corpus = load_corpus(config.data)
     if config.resume:
-        store = checkpoint.CheckpointStore(run_dir, keep=config.checkpoint.keep)
-        meta = store.read_meta()
-        store.close()
+        meta = checkpoint.read_newest_meta(run_dir)
         changes = checkpoint.check_compatible(meta, config, corpus.fingerprint)
         notes += [f"changed since the checkpoint: {line}" for line in changes]
     return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=notes)
@@ -86,11 +85,14 @@ def train(run: Run, console: Console) -> int:
 
     Raises:
       CheckpointError: no checkpoint could be restored.
+      SaveError: the last checkpoint could not be written; everything else was done.
+      ValueError: the processes of the job were not started alike.
       FloatingPointError: the loss is no longer finite.
     """
     config, corpus, data_config = run.config, run.corpus, run.config.data
 
     # ------------------------------------------------------------------ what is trained on what
+    distributed.check_same("configuration", _fingerprint(run))  # none writes before all found the directory as it was
     shape = config.mesh
     mesh = make_mesh(data=shape.data, tensor=shape.tensor, pipeline=shape.pipeline, sequence=shape.sequence)
     abstract = abstract_state(config, mesh)
@@ -100,25 +102,28 @@ def train(run: Run, console: Console) -> int:
 
     # ------------------------------------------------------------------ state: new, or from the last checkpoint
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    store = checkpoint.CheckpointStore(run.run_dir, keep=config.checkpoint.keep)
+    store = checkpoint.CheckpointStore(run.run_dir, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
     data = batches(corpus.train, seq_len=data_config.seq_len, batch_size=data_config.batch_size, seed=config.seed)
     if config.resume:
         progress = _restore(run, store, abstract, console)
         data.set_state(progress.data_state)
     else:
         progress = Progress(state=init_state(config, mesh), step=0, data_state=data.get_state())
-    metrics.write_json(run.run_dir / "config.json", to_json(config))
+    if distributed.is_main():
+        metrics.write_json(run.run_dir / "config.json", to_json(config))
 
     # ------------------------------------------------------------------ steps
-    with StopRequest() as stop:
+    share = distributed.largest if distributed.num_processes() > 1 else None
+    with StopRequest(share) as stop:
         evaluate = _make_evaluate(config, mesh, corpus, stop)
         held_out_loss = _run_steps(
             run, progress, mesh=mesh, data=data, store=store, evaluate=evaluate, stop=stop, console=console
         )
         if held_out_loss is None and not stop.requested:  # resumed after its last step
             held_out_loss = evaluate(progress.state, None)
-        store.close()
+        _report_failure(console, store.close())
         if held_out_loss is None:
+            _check_saved(store)
             console.print(
                 f"stopped after step {progress.step} of {config.num_steps}, saved in {store.folder}\n"
                 f"continue with: {run.resume_command}"
@@ -127,6 +132,7 @@ def train(run: Run, console: Console) -> int:
 
         # -------------------------------------------------------------- what came out
         _finish(run, console, progress, held_out_loss=held_out_loss, bigram=bigram, num_params=num_params)
+        _check_saved(store)
     return 0
 
 
@@ -146,17 +152,19 @@ def _run_steps(
     train_step = make_train_step(config, mesh)
     first_step, held_out_loss = progress.step + 1, None
     with (
-        metrics.MetricsLog(run.run_dir, first_step=first_step) as log,
+        _open_log(run, first_step) as log,
         report.StepReporter(console, first_step=first_step, num_steps=config.num_steps) as reporter,
     ):
-        batch = place_batch(next(data), config, mesh)
+        batch = _next_batch(data, config, mesh)
         while progress.step < config.num_steps and not stop.requested:
             started = time.perf_counter()
+            distributed.at("train step", progress.step + 1)
             progress.state, measured = train_step(progress.state, batch)
             progress.data_state = data.get_state()
-            batch = place_batch(next(data), config, mesh)  # the host packs while the devices work
+            batch = _next_batch(data, config, mesh)  # the host packs while the devices work
             measured = jax.device_get(measured)
             step_time = time.perf_counter() - started
+            stop.settle()
 
             progress.step += 1
             is_last = progress.step == config.num_steps
@@ -176,10 +184,49 @@ def _run_steps(
             log.write(progress.step, row)
             _check_finite(row["loss"], progress.step, store.folder)
             if is_last or stop.requested or progress.step % config.checkpoint.every == 0:
-                store.save(progress.state, _meta(run, progress))
+                distributed.at("checkpoint", progress.step)
+                loss = row.get("held_out_loss")
+                _report_failure(console, store.save(progress.state, _meta(run, progress), held_out_loss=loss))
         if progress.step < first_step:
-            store.save(progress.state, _meta(run, progress))
+            _report_failure(console, store.save(progress.state, _meta(run, progress)))
     return held_out_loss if progress.step == config.num_steps else None
+
+
+def _next_batch(data: Any, config: TrainConfig, mesh: Mesh) -> Any:
+    batch = next(data)
+    distributed.check_batch(batch)
+    return place_batch(batch, config, mesh)
+
+
+def _open_log(run: Run, first_step: int) -> Any:
+    return metrics.MetricsLog(run.run_dir, first_step=first_step) if distributed.is_main() else distributed.Silent()
+
+
+def _report_failure(console: Console, problem: str | None) -> None:
+    if problem:
+        console.print(f"{problem}; the run goes on and tries again at the next checkpoint")
+
+
+def _check_saved(store: checkpoint.CheckpointStore) -> None:
+    if store.failure:
+        newest = max((int(path.name) for path in store.folder.iterdir() if path.name.isdigit()), default="none")
+        raise SaveError(
+            f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
+            f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"
+        )
+
+
+def _fingerprint(run: Run) -> dict[str, Any]:
+    """What has to be equal on all processes."""
+    config = to_json(run.config)
+    config["distributed"] = {**config["distributed"], "process_id": None}
+    flat = {jax.tree_util.keystr(path, simple=True, separator="."): v for path, v in jax.tree.leaves_with_path(config)}
+    return {
+        **flat,
+        "text": run.corpus.fingerprint,
+        "jax": jax.__version__,
+        "run directory": str(run.run_dir.absolute()),
+    }
 
 
 def _make_evaluate(
@@ -194,6 +241,7 @@ def _make_evaluate(
         for batch in itertools.islice(held_out, num_batches):
             if stop.requested:
                 return None
+            distributed.at("evaluation", int(state.step))
             loss_sum, num_targets = eval_step(state.params, place_batch(batch, config, mesh))
             total, count = total + float(loss_sum), count + int(num_targets)
         return total / count
@@ -225,7 +273,7 @@ def _restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, 
     for line in skipped:
         console.print(f"checkpoint {line}; moved to {run.run_dir / checkpoint.SET_ASIDE_FOLDER}")
     console.print(f"continuing after step {meta.step}, from {store.folder / str(meta.step)}")
-    if dropped := metrics.drop_rows_after(run.run_dir, meta.step):
+    if distributed.is_main() and (dropped := metrics.drop_rows_after(run.run_dir, meta.step)):
         console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {meta.step}: these steps run again")
     return Progress(state=state, step=meta.step, data_state=meta.data_state)
 
@@ -251,6 +299,10 @@ def _finish(
     run: Run, console: Console, progress: Progress, *, held_out_loss: float, bigram: float, num_params: int
 ) -> None:
     """Score, picture, sample, `summary.json`."""
+    distributed.at("sample and summary", progress.step)
+    params = distributed.to_host(progress.state.params)
+    if not distributed.is_main():
+        return
     rows = metrics.read_rows(run.run_dir)
     bits_per_byte = held_out_loss / math.log(2)
     save_loss_plot(run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram)
@@ -263,6 +315,6 @@ def _finish(
         "num_params": num_params,
     }
     prompt = choose_prompt(run.corpus.held_out)
-    continuation = continue_text(progress.state.params, prompt, seed=run.config.seed)
+    continuation = continue_text(params, prompt, seed=run.config.seed)
     report.sum_up(console, summary, prompt=decode(prompt), continuation=decode(continuation), run_dir=run.run_dir)
     metrics.write_json(run.run_dir / "summary.json", summary)
