@@ -9,6 +9,7 @@ Process 0 alone writes logs, metrics and summaries. In a job of one process all 
 
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -221,14 +222,15 @@ def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> None
     if platform == "cpu" or jax.config.jax_platforms == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(
-            coordinator_address=cluster.coordinator_address,
-            num_processes=cluster.num_processes,
-            process_id=cluster.process_id,
-            initialization_timeout=config.start_timeout,
-            heartbeat_timeout_seconds=3 * config.heartbeat_timeout,  # the watchdog comes first, and says more
-            shutdown_timeout_seconds=config.heartbeat_timeout,
-        )
+        with _no_abort():
+            jax.distributed.initialize(
+                coordinator_address=cluster.coordinator_address,
+                num_processes=cluster.num_processes,
+                process_id=cluster.process_id,
+                initialization_timeout=config.start_timeout,
+                heartbeat_timeout_seconds=3 * config.heartbeat_timeout,  # the watchdog comes first, and says more
+                shutdown_timeout_seconds=config.heartbeat_timeout,
+            )
     except (RuntimeError, ValueError) as error:
         raise JoinError(
             f"this process could not join the job ({cluster}): {error}. All processes must start within "
@@ -246,6 +248,21 @@ def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> None
         stall=config.stall_timeout,
     )
     _job.watchdog.start()
+
+
+@contextlib.contextmanager
+def _no_abort() -> Iterator[None]:
+    """JAX aborts a process, with a stack of C++, when the one that coordinates is gone; leave that to the watchdog.
+
+    The client of `jax.distributed` takes a callback for it, which `initialize` does not hand through.
+    """
+    module = jax._src.distributed._jax
+    make = module.get_distributed_runtime_client
+    module.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *_: None)
+    try:
+        yield
+    finally:
+        module.get_distributed_runtime_client = make
 
 
 def _leave_in_error(error: BaseException, code: int) -> None:

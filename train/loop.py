@@ -155,13 +155,13 @@ def _run_steps(
         _open_log(run, first_step) as log,
         report.StepReporter(console, first_step=first_step, num_steps=config.num_steps) as reporter,
     ):
-        batch = _next_batch(data, config, mesh)
+        batch = _next_batch(data, config, mesh, progress.step)
         while progress.step < config.num_steps and not stop.requested:
             started = time.perf_counter()
             distributed.at("train step", progress.step + 1)
             progress.state, measured = train_step(progress.state, batch)
             progress.data_state = data.get_state()
-            batch = _next_batch(data, config, mesh)  # the host packs while the devices work
+            batch = _next_batch(data, config, mesh, progress.step + 1)  # the host packs while the devices work
             measured = jax.device_get(measured)
             step_time = time.perf_counter() - started
             stop.settle()
@@ -192,7 +192,8 @@ def _run_steps(
     return held_out_loss if progress.step == config.num_steps else None
 
 
-def _next_batch(data: Any, config: TrainConfig, mesh: Mesh) -> Any:
+def _next_batch(data: Any, config: TrainConfig, mesh: Mesh, step: int) -> Any:
+    distributed.at("next batch", step)
     batch = next(data)
     distributed.check_batch(batch)
     return place_batch(batch, config, mesh)

@@ -123,14 +123,20 @@ class Watchdog:
         """
         self._ending.set()
         if is_symptom and self._verdict_known.wait(1.5 * self._silence + 2 * self._period):
+            self._let_others_hear()
             return self._verdict
         message = f"{type(error).__name__}: {error}" if code == 1 else str(error)
         self._sign.failed, self._sign.code = message.strip()[:1000] or type(error).__name__, code
         self._report()
-        if self._process == 0:  # the others still have to hear it, and process 0 is who tells them
+        if self._process == 0:
             self._verdict_known.wait(2 * self._period)
-            time.sleep(2 * self._period)
+        self._let_others_hear()
         return message, code
+
+    def _let_others_hear(self) -> None:
+        """The verdict is read from process 0, so process 0 leaves last."""
+        if self._process == 0:
+            time.sleep(2.5 * self._period)
 
     def _talk(self) -> None:
         while not self._sign.done:
@@ -178,8 +184,11 @@ class Watchdog:
                 )
                 self._verdict_known.set()
                 break
-        if self._sign.done or self._ending.wait(2 * self._period if self._judge else 0):
+        if self._sign.done or self._ending.is_set():
             return  # the main thread is on its way out and says the same
+        self._let_others_hear()
+        if self._ending.is_set():
+            return
         end_now(self._process, *self._verdict)
 
 
