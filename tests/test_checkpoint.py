@@ -1,6 +1,8 @@
 """Checkpoints: the saved bits come back on any mesh, and what is half-written or foreign is said to be so."""
 
+import contextlib
 import dataclasses
+import resource
 import shutil
 
 import jax
@@ -207,3 +209,75 @@ def test_what_may_change_is_reported():
     lines = check_compatible(meta(4), other, FINGERPRINT)
     names = [line.split(":")[0] for line in lines]
     assert names == ["checkpoint.every", "mesh.data", "mesh.sequence", "model.remat", "num_steps"]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file can grow beyond a few hundred bytes, for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def folders(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_the_best_by_held_out_loss_stays(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path, keep=2, keep_best=1)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, None), (6, None)):
+        assert store.save(state, meta(step), held_out_loss=loss) is None
+    assert store.close() is None
+    assert folders(tmp_path) == ["2", "5", "6"]
+    reopened = CheckpointStore(tmp_path, keep=2, keep_best=1)  # the losses are on disk, too
+    reopened.save(state, meta(7), held_out_loss=0.5)
+    reopened.close()
+    assert folders(tmp_path) == ["6", "7"]
+
+
+def test_a_save_is_of_its_own_step_though_the_state_is_donated(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path, keep=2)
+    big = jax.device_put(np.arange(2**24, dtype=np.float32))
+    state = dataclasses.replace(state, opt_state=(state.opt_state, big))
+    expected = host(state)
+    advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    store.save(state, meta(1))
+    for _ in range(10):
+        state = advance(state)
+    jax.block_until_ready(state)
+    assert_same_bits(store.restore(abstract)[0], expected)
+    store.close()
+
+
+# What orbax leaves behind when a write fails: futures whose error nobody asked for.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_one_checkpoint_and_keeps_those_before(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path, keep=2, keep_best=0)
+    for step in (1, 2):
+        store.save(state, meta(step))
+    store.settle()
+    with full_disk():
+        problem = store.save(state, meta(3)) or store.settle()
+        assert problem.startswith("checkpoint of step 3 not written: ")
+        assert "File too large" in problem
+        assert store.failure == problem
+        assert folders(tmp_path) == ["1", "2"]
+    assert store.save(state, meta(4)) is None
+    assert store.close() is None
+    assert (store.failure, store.num_failures) == (None, 1)
+    assert folders(tmp_path) == ["2", "4"]
+    assert read_newest_meta(tmp_path).step == 4
+
+
+def test_a_store_that_is_gone_is_reported(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path / "run", keep=2)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("a file where the folder was")
+    problem = store.save(state, meta(1)) or store.settle()
+    assert problem.startswith("checkpoint of step 1 not written: ")
+    assert store.num_failures == 1

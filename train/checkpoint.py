@@ -90,7 +90,12 @@ class CheckpointStore:
                 preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
                 create=True,
                 enable_async_checkpointing=True,
-                async_options=ocp.AsyncOptions(timeout_secs=timeout),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=timeout,
+                    # Alone, a folder that cannot be made is an error at once. Among many processes only process 0 would
+                    # see it, and leave the others at the next barrier; made in the background, all of them time out.
+                    create_directories_asynchronously=distributed.num_processes() > 1,
+                ),
             ),
         )
 
@@ -119,6 +124,8 @@ class CheckpointStore:
         problem = self._try(self._manager.wait_until_finished)
         if problem is None:
             self._writing, self.failure = None, None
+            if self.num_failures:
+                self._clear_up()
         return problem
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Meta, list[str]]:
@@ -175,11 +182,14 @@ class CheckpointStore:
         self.num_failures += 1
         self.failure = f"checkpoint of step {self._writing} not written: {problem or 'another process could not'}"
         self._writing = None
-        if distributed.is_main():
-            for name in _interrupted(self.folder):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        self._clear_up()
         self._manager.reload()
         return self.failure
+
+    def _clear_up(self) -> None:
+        """Remove what failed saves left; a thread of orbax may still add to it, so it is done again after a success."""
+        for name in _interrupted(self.folder) if distributed.is_main() else ():
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _move_aside(self, names: Iterable[str]) -> None:
         for name in names if distributed.is_main() else ():
