@@ -121,9 +121,13 @@ def test_a_killed_process_ends_the_job_and_a_restart_goes_on(text, tmp_path, alo
     with job(text, run_dir, "--num-steps", 10**6, num_processes=4) as four:
         four.wait_for_step(5, timeout=150)
         four.processes[victim].kill()
-        assert four.wait(*others, timeout=30) == [LOST] * 3, four.output()
-        for process in others:
-            assert f"process {victim}" in four.output(process).split("error:")[-1]
+        codes = four.wait(*others, timeout=30)
+        for process, code in zip(others, codes, strict=True):
+            if victim == 0 and code == -signal.SIGABRT:  # JAX's client was faster than the watchdog
+                assert "This most likely indicates that another task died" in four.output(process)
+            else:
+                assert code == LOST, four.output()
+                assert f"process {victim}" in four.output(process).split("error:")[-1]
     with job(text, run_dir, "--num-steps", 12, "--resume", num_processes=4) as again:
         assert again.wait(timeout=200) == [0] * 4, again.output()
     assert [step for step, _ in losses(run_dir)][-1] >= 12
@@ -171,13 +175,13 @@ def patched_job(tmp_path, text, *more, victim, action, num_processes=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_stalls_is_named(text, tmp_path, victim):
-    more = ["--distributed.stall-timeout", 6]
-    with patched_job(tmp_path, text, *more, victim=victim, action="time.sleep(1000)") as two:
+    more = ["--distributed.stall-timeout", 25]
+    with patched_job(tmp_path, text, *more, victim=victim, action="data = (time.sleep(1000) for _ in [1])") as two:
         assert two.wait(timeout=120) == [LOST] * 2, two.output()
         for process in range(2):
             last = two.output(process).split("error:")[-1]
             assert re.search(r"no process got anywhere for \d+ s", last)
-            assert re.search(rf"process {victim} in step 3, (data|next batch)", last), last
+            assert re.search(rf"process {victim} in step 3, next batch", last), last
 
 
 @pytest.mark.slow
@@ -209,11 +213,12 @@ def test_processes_that_were_started_with_other_flags_are_named(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_store_that_fails_in_one_process_costs_one_checkpoint(text, tmp_path):
+    more = ["--num-steps", 400, "--checkpoint.every", 10, "--distributed.stall-timeout", 40]
     action = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY)); " + (
         "import threading; threading.Timer(6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, "
         "(resource.RLIM_INFINITY, resource.RLIM_INFINITY))).start()"
     )
-    with patched_job(tmp_path, text, "--num-steps", 400, "--checkpoint.every", 10, victim=1, action=action) as two:
+    with patched_job(tmp_path, text, *more, victim=1, action=action) as two:
         assert two.wait(timeout=250) == [0, 0], two.output()
         assert "not written" in two.output(0)
     assert "400" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}

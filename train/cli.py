@@ -60,7 +60,7 @@ def _exit_code(error: BaseException) -> int:
     """Exit code of a process of a larger job that ends with this error."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, UsageError) else 1
+    return 2 if isinstance(error, (UsageError, distributed.JoinError)) else 1
 
 
 def _split(argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -9,7 +9,6 @@ Process 0 alone writes logs, metrics and summaries. In a job of one process all 
 
 import contextlib
 import dataclasses
-import functools
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -150,7 +149,7 @@ def check_same(name: str, values: Mapping[str, Any]) -> None:
     """Wait until all processes have come here, and compare what they bring; no device is used.
 
     Raises:
-      ValueError: this process differs from process 0; names the process, the fields and both values.
+      JoinError: this process differs from process 0; names the process, the fields and both values.
     """
     if _job.num_processes == 1:
         return
@@ -168,7 +167,7 @@ def check_same(name: str, values: Mapping[str, Any]) -> None:
         if mine.get(field) != first.get(field)
     ]
     if lines:
-        raise ValueError(
+        raise JoinError(
             f"the {name} of process {_job.process} on {socket.gethostname()} must be that of process 0, but these "
             "differ:\n" + "\n".join(lines) + "\nStart every process from the same files with the same flags."
         )
@@ -179,7 +178,8 @@ def check_batch(batch: Mapping[str, np.ndarray]) -> None:
     """All processes bring batches of the same shapes; called for each batch, compared for the first.
 
     Raises:
-      ValueError: this process's first batch differs from process 0's, or a later one from the first.
+      JoinError: this process's first batch differs from process 0's.
+      ValueError: a later one differs from the first.
     """
     if _job.num_processes == 1:
         return
@@ -217,20 +217,17 @@ class Silent:
 def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> None:
     # JAX's own handler of SIGTERM would come before `train.signals`, which makes the processes agree by `largest`.
     jax.config.update("jax_enable_preemption_service", False)
-    # Without this, JAX ends the process on its own when a peer dies, before the watchdog can say which one and where.
-    jax.config.update("jax_enable_recoverability", True)
     if platform == "cpu" or jax.config.jax_platforms == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        with _no_abort():
-            jax.distributed.initialize(
-                coordinator_address=cluster.coordinator_address,
-                num_processes=cluster.num_processes,
-                process_id=cluster.process_id,
-                initialization_timeout=config.start_timeout,
-                heartbeat_timeout_seconds=3 * config.heartbeat_timeout,  # the watchdog comes first, and says more
-                shutdown_timeout_seconds=config.heartbeat_timeout,
-            )
+        jax.distributed.initialize(
+            coordinator_address=cluster.coordinator_address,
+            num_processes=cluster.num_processes,
+            process_id=cluster.process_id,
+            initialization_timeout=config.start_timeout,
+            heartbeat_timeout_seconds=3 * config.heartbeat_timeout,  # the watchdog comes first, and says more
+            shutdown_timeout_seconds=config.heartbeat_timeout,
+        )
     except (RuntimeError, ValueError) as error:
         raise JoinError(
             f"this process could not join the job ({cluster}): {error}. All processes must start within "
@@ -248,21 +245,6 @@ def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> None
         stall=config.stall_timeout,
     )
     _job.watchdog.start()
-
-
-@contextlib.contextmanager
-def _no_abort() -> Iterator[None]:
-    """JAX aborts a process, with a stack of C++, when the one that coordinates is gone; leave that to the watchdog.
-
-    The client of `jax.distributed` takes a callback for it, which `initialize` does not hand through.
-    """
-    module = jax._src.distributed._jax
-    make = module.get_distributed_runtime_client
-    module.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *_: None)
-    try:
-        yield
-    finally:
-        module.get_distributed_runtime_client = make
 
 
 def _leave_in_error(error: BaseException, code: int) -> None:

@@ -86,7 +86,7 @@ def train(run: Run, console: Console) -> int:
     Raises:
       CheckpointError: no checkpoint could be restored.
       SaveError: the last checkpoint could not be written; everything else was done.
-      ValueError: the processes of the job were not started alike.
+      JoinError: the processes of the job were not started alike.
       FloatingPointError: the loss is no longer finite.
     """
     config, corpus, data_config = run.config, run.corpus, run.config.data
@@ -102,7 +102,12 @@ def train(run: Run, console: Console) -> int:
 
     # ------------------------------------------------------------------ state: new, or from the last checkpoint
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    store = checkpoint.CheckpointStore(run.run_dir, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
+    store = checkpoint.CheckpointStore(
+        run.run_dir,
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        timeout=max(1, config.distributed.stall_timeout // 2),  # a store that hangs costs a checkpoint, not the run
+    )
     data = batches(corpus.train, seq_len=data_config.seq_len, batch_size=data_config.batch_size, seed=config.seed)
     if config.resume:
         progress = _restore(run, store, abstract, console)
@@ -162,6 +167,7 @@ def _run_steps(
             progress.state, measured = train_step(progress.state, batch)
             progress.data_state = data.get_state()
             batch = _next_batch(data, config, mesh, progress.step + 1)  # the host packs while the devices work
+            distributed.at("waiting for the step's result", progress.step + 1)
             measured = jax.device_get(measured)
             step_time = time.perf_counter() - started
             stop.settle()

@@ -6,6 +6,8 @@ step and the phase the process is in, to the coordination service of `jax.distri
 stalls. Its verdict ends all of them. A second thread needs nothing but the clock, so that a lost process 0 is noticed
 while a call to it hangs. XLA itself would wait for ever: a collective has no idea that its peer is gone.
 
+When process 0 itself dies, JAX's own client may be faster: it aborts (SIGABRT) and says that another task died.
+
     process 1, 2, ...   sign of life ->   process 0: judge   -> verdict -> everyone: message, exit code
 """
 
