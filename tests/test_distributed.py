@@ -152,7 +152,7 @@ PATCHED = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
 from tiny_run import config
-if "{victim}" == sys.argv[sys.argv.index("--process-id") + 1]:
+if "{victim}" in ("all", sys.argv[sys.argv.index("--process-id") + 1]):
     from train import loop
     plain, calls = loop._next_batch, []
     def patched(data, *others):
@@ -211,17 +211,27 @@ def test_processes_that_were_started_with_other_flags_are_named(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+FULL = """import resource, threading
+        limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        limit(2000), threading.Timer(4, limit, [resource.RLIM_INFINITY]).start()"""
+
+
 @pytest.mark.slow
-def test_a_store_that_fails_in_one_process_costs_one_checkpoint(text, tmp_path):
+def test_a_full_disk_costs_a_checkpoint_and_the_job_goes_on(text, tmp_path):
     more = ["--num-steps", 400, "--checkpoint.every", 10, "--distributed.stall-timeout", 40]
-    action = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY)); " + (
-        "import threading; threading.Timer(6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, "
-        "(resource.RLIM_INFINITY, resource.RLIM_INFINITY))).start()"
-    )
-    with patched_job(tmp_path, text, *more, victim=1, action=action) as two:
+    with patched_job(tmp_path, text, *more, victim="all", action=FULL.replace("        ", " " * 12)) as two:
         assert two.wait(timeout=250) == [0, 0], two.output()
         assert "not written" in two.output(0)
+        assert "the run goes on" in two.output(0)
     assert "400" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+
+
+@pytest.mark.slow
+def test_a_store_that_fails_in_one_process_ends_the_job_and_says_so(text, tmp_path):
+    more = ["--num-steps", 10**6, "--checkpoint.every", 10, "--distributed.stall-timeout", 40]
+    with patched_job(tmp_path, text, *more, victim=1, action=FULL.replace("        ", " " * 12)) as two:
+        assert two.wait(timeout=120) == [LOST, LOST], two.output()
+        assert "could not be written by all processes together" in two.output(0)
 
 
 def sign(**changes):

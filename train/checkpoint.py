@@ -8,7 +8,8 @@ bits, and nothing of a checkpoint is unpickled or executed: arrays and JSON.
 
 A save copies the arrays to the host and returns; a thread writes them while the run goes on. So a failure (a full disk,
 a store that is gone) shows at the next save or at the end. It costs that checkpoint, not the run: it is counted and
-reported, older checkpoints stay until a newer one is complete, and the next save tries again.
+reported, older checkpoints stay until a newer one is complete, and the next save tries again. When the store of only
+some processes of a job fails, orbax cannot go on: the job ends within the time limit of a write, to be started again.
 
     <run directory>/checkpoints/120/state    arrays by tree path: params/..., opt_state/..., step
                                     meta     JSON: step, data_state, config, text_fingerprint, jax_version
@@ -142,18 +143,15 @@ class CheckpointStore:
         steps = self._steps()
         distributed.check_same("checkpoints", {"folder": str(self.folder), "steps": steps})
         for step in steps:
+            found, problem = None, ""
             try:
-                meta = _read_meta(self.folder / str(step))
-                # Not by the manager, which waits for the other processes: one of them may be here, in the next line.
-                arrays = ocp.StandardCheckpointHandler().restore(
-                    epath.Path(self.folder) / str(step) / "state", args=ocp.args.StandardRestore(names)
-                )
-                problem = ""
+                found = _read_meta(self.folder / str(step)), _read_arrays(self.folder / str(step), names)
             except Exception as error:  # whatever a damaged file makes of the reader
                 problem = _damaged(step, error)
-            if distributed.any_process(bool(problem)):
+            if distributed.any_process(found is None) or found is None:
                 skipped[str(step)] = problem or f"{step}: incomplete or damaged, as another process found"
                 continue
+            meta, arrays = found
             self._move_aside(skipped.keys())
             leaves = [arrays[name] for name in names]
             return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta, list(skipped.values())
@@ -175,7 +173,11 @@ class CheckpointStore:
             work()
         except Exception as error:  # whatever a store makes of a failed write
             if distributed.num_processes() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
-                raise  # a peer is gone, which is no matter of the store
+                # A peer is gone, or only one failed to write: then orbax's barriers are out of step for good.
+                raise jax.errors.JaxRuntimeError(
+                    f"the checkpoint of step {self._writing} could not be written by all processes together (the one "
+                    f"whose store failed says why above): {_first_line(error)}"
+                ) from error
             problem = _first_line(error)
         if not distributed.any_process(bool(problem)):
             return None
@@ -252,6 +254,11 @@ def _damaged(step: int, error: Exception) -> str:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().split("\n")
     return f"{type(error).__name__}: {lines[0][:400]}"
+
+
+def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Not by orbax's manager, which waits for the other processes: where one fails, the rest would wait for ever."""
+    return ocp.StandardCheckpointHandler().restore(epath.Path(folder) / "state", args=ocp.args.StandardRestore(names))
 
 
 def _read_meta(folder: pathlib.Path) -> Meta:

@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import json
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from train.config import DistributedConfig
@@ -96,7 +97,7 @@ def joined(
     *,
     platform: str,
     exit_code: Callable[[BaseException], int],
-) -> Iterator[None]:
+) -> Generator[None]:
     """Be one process of the job; an error inside ends the process, after telling the others why.
 
     Args:
@@ -108,12 +109,12 @@ def joined(
     if cluster is None:
         yield
         return
-    _join(cluster, config, platform=platform)
+    watchdog = _join(cluster, config, platform=platform)
     try:
         yield
     except BaseException as error:
-        _leave_in_error(error, exit_code(error))
-    _job.watchdog.stop()
+        _leave_in_error(watchdog, error, exit_code(error))
+    watchdog.stop()
     jax.distributed.shutdown()
 
 
@@ -214,7 +215,7 @@ class Silent:
         return lambda *arguments, **keywords: None
 
 
-def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> None:
+def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> Watchdog:
     # JAX's own handler of SIGTERM would come before `train.signals`, which makes the processes agree by `largest`.
     jax.config.update("jax_enable_preemption_service", False)
     if platform == "cpu" or jax.config.jax_platforms == "cpu":
@@ -234,7 +235,7 @@ def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> None
             f"--distributed.start-timeout {config.start_timeout} s of each other, with the same coordinator address "
             "and number of processes, and reach that address"
         ) from error
-    state = jax._src.distributed.global_state  # the key-value store has no public name; orbax uses it like this, too
+    state = jax_distributed.global_state  # the key-value store has no public name; orbax uses it like this, too
     _job.process, _job.num_processes, _job.client = state.process_id, state.num_processes, state.client
     _job.start_timeout = config.start_timeout
     _job.watchdog = Watchdog(
@@ -245,13 +246,14 @@ def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> None
         stall=config.stall_timeout,
     )
     _job.watchdog.start()
+    return _job.watchdog
 
 
-def _leave_in_error(error: BaseException, code: int) -> None:
+def _leave_in_error(watchdog: Watchdog, error: BaseException, code: int) -> None:
     is_symptom = isinstance(error, jax.errors.JaxRuntimeError)
     if is_symptom and "RESOURCE_EXHAUSTED" in str(error):
         is_symptom = False
-    message, code = _job.watchdog.explain(error, code=LOST if is_symptom else code, is_symptom=is_symptom)
+    message, code = watchdog.explain(error, code=LOST if is_symptom else code, is_symptom=is_symptom)
     end_now(_job.process, message, code)
 
 

@@ -51,7 +51,7 @@ class Judge:
         """Seconds without a sign after which a process is lost, and without any progress after which the job stalls."""
         self._silence, self._stall = silence, stall
         self._seen: dict[int, tuple[str, float]] = {process: ("", now) for process in range(num_processes)}
-        self._moved = ((), now)
+        self._moved: tuple[tuple[int, ...], float] = ((), now)
 
     def verdict(self, signs: dict[int, str], now: float) -> tuple[str, int] | None:
         """(message, exit code) when the job has to end.
