@@ -20,7 +20,7 @@ from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from train.config import DistributedConfig
-from train.watchdog import LOST, Watchdog, end_now
+from train.watchdog import LOST, Watchdog
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,7 +254,7 @@ def _leave_in_error(watchdog: Watchdog, error: BaseException, code: int) -> None
     if is_symptom and "RESOURCE_EXHAUSTED" in str(error):
         is_symptom = False
     message, code = watchdog.explain(error, code=LOST if is_symptom else code, is_symptom=is_symptom)
-    end_now(_job.process, message, code)
+    watchdog.leave(message, code)
 
 
 def _complete(names: str, address: str | None, count: int | None, process: int | None) -> Cluster:

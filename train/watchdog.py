@@ -125,20 +125,22 @@ class Watchdog:
         """
         self._ending.set()
         if is_symptom and self._verdict_known.wait(1.5 * self._silence + 2 * self._period):
-            self._let_others_hear()
             return self._verdict
         message = f"{type(error).__name__}: {error}" if code == 1 else str(error)
         self._sign.failed, self._sign.code = message.strip()[:1000] or type(error).__name__, code
         self._report()
         if self._process == 0:
             self._verdict_known.wait(2 * self._period)
-        self._let_others_hear()
         return message, code
 
-    def _let_others_hear(self) -> None:
-        """The verdict is read from process 0, so process 0 leaves last."""
-        if self._process == 0:
+    def leave(self, message: str, code: int) -> None:
+        """Print and end the process without JAX's goodbye, which would wait for the processes that are gone."""
+        hint = "; the job ends, start it again with --resume" if code == LOST else ""
+        print(f"\nerror: process {self._process} leaves: {message}{hint}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        if self._process == 0:  # the others read the verdict from process 0
             time.sleep(2.5 * self._period)
+        os._exit(code)
 
     def _talk(self) -> None:
         while not self._sign.done:
@@ -188,18 +190,7 @@ class Watchdog:
                 break
         if self._sign.done or self._ending.is_set():
             return  # the main thread is on its way out and says the same
-        self._let_others_hear()
-        if self._ending.is_set():
-            return
-        end_now(self._process, *self._verdict)
-
-
-def end_now(process: int, message: str, code: int) -> None:
-    """Print and leave without JAX's goodbye, which would wait for the processes that are gone."""
-    hint = "; the job ends, start it again with --resume" if code == LOST else ""
-    print(f"\nerror: process {process} leaves: {message}{hint}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)
+        self.leave(*self._verdict)
 
 
 def _parse(text: str) -> Sign:
