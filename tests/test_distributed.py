@@ -213,17 +213,17 @@ def test_processes_that_were_started_with_other_flags_are_named(text, tmp_path):
 
 FULL = """import resource, threading
         limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        limit(20000), threading.Timer(4, limit, [resource.RLIM_INFINITY]).start()"""
+        limit(40000), threading.Timer(4, limit, [resource.RLIM_INFINITY]).start()"""
 
 
 @pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_the_job_goes_on(text, tmp_path):
-    more = ["--num-steps", 400, "--checkpoint.every", 10, "--distributed.stall-timeout", 40]
+    more = ["--num-steps", 100, "--checkpoint.every", 2, "--distributed.stall-timeout", 40]
     with patched_job(tmp_path, text, *more, victim="all", action=FULL.replace("        ", " " * 12)) as two:
         assert two.wait(timeout=250) == [0, 0], two.output()
         assert "not written" in two.output(0)
         assert "the run goes on" in two.output(0)
-    assert "400" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert "100" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
 
 
 @pytest.mark.slow
