@@ -11,6 +11,7 @@ When process 0 itself dies, JAX's own client may be faster: it aborts (SIGABRT) 
     process 1, 2, ...   sign of life ->   process 0: judge   -> verdict -> everyone: message, exit code
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -136,8 +137,9 @@ class Watchdog:
     def leave(self, message: str, code: int) -> None:
         """Print and end the process without JAX's goodbye, which would wait for the processes that are gone."""
         hint = "; the job ends, start it again with --resume" if code == LOST else ""
-        print(f"\nerror: process {self._process} leaves: {message}{hint}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # nobody listens, or the disk of the log is full
+            print(f"\nerror: process {self._process} leaves: {message}{hint}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
         if self._process == 0:  # the others read the verdict from process 0
             time.sleep(2.5 * self._period)
         os._exit(code)
