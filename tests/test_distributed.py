@@ -213,7 +213,7 @@ def test_processes_that_were_started_with_other_flags_are_named(text, tmp_path):
 
 FULL = """import resource, threading
         limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        limit(40000), threading.Timer(4, limit, [resource.RLIM_INFINITY]).start()"""
+        limit(12000), threading.Timer(4, limit, [resource.RLIM_INFINITY]).start()"""
 
 
 @pytest.mark.slow
