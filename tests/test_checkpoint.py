@@ -1,6 +1,8 @@
 """Checkpoints: the saved bits come back on any mesh, and what is half-written or foreign is said to be so."""
 
+import contextlib
 import dataclasses
+import resource
 import shutil
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from tiny_run import config, write_text
 
 from ring_jax import make_mesh
-from train.checkpoint import CheckpointError, CheckpointStore, Meta, check_compatible
+from train.checkpoint import CheckpointError, CheckpointStore, Meta, check_compatible, read_newest_meta
 from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, to_json
 from train.data import batches, load_corpus
 from train.step import abstract_state, init_state, make_train_step, place_batch
@@ -107,8 +109,8 @@ def test_bytes_as_data_state(tmp_path):
     run = config()
     store = CheckpointStore(tmp_path, keep=1)
     store.save(init_state(run, mesh_of(run)), dataclasses.replace(meta(1), data_state=b"\x00\xff position"))
-    assert store.read_meta().data_state == b"\x00\xff position"
     store.close()
+    assert read_newest_meta(tmp_path).data_state == b"\x00\xff position"
 
 
 def _remove_meta(folder):
@@ -124,6 +126,10 @@ def _cut_arrays(folder):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def _break_json(folder):
+    (folder / "meta" / "metadata").write_text('{"step": 4, "data_st')
+
+
 def _empty_folder(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -131,7 +137,7 @@ def _empty_folder(folder):
 
 # What orbax leaves behind when tensorstore finds damage: callbacks into an event loop that is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", [_remove_meta, _remove_arrays, _cut_arrays, _empty_folder])
+@pytest.mark.parametrize("damage", [_remove_meta, _remove_arrays, _cut_arrays, _break_json, _empty_folder])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(saved, run_dir, damage):
     damage(run_dir / "checkpoints" / "4")
     run = config()
@@ -144,16 +150,14 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(saved, run_dir
     assert (run_dir / "checkpoints_incomplete" / "4").is_dir()
     store.save(state, meta(4))  # the step can be saved again
     store.close()
-    reopened = CheckpointStore(run_dir, keep=2)
-    assert reopened.read_meta().step == 4
-    reopened.close()
+    assert read_newest_meta(run_dir).step == 4
 
 
 def test_an_interrupted_write_is_passed_over_and_moved_away(saved, run_dir):
     (run_dir / "checkpoints" / "4").rename(run_dir / "checkpoints" / "4.orbax-checkpoint-tmp")
     run = config()
     store = CheckpointStore(run_dir, keep=2)
-    assert store.read_meta().step == 2
+    assert read_newest_meta(run_dir).step == 2
     state, _, passed_over = store.restore(abstract_state(run, mesh_of(run)))
     store.close()
     assert_same_bits(state, saved[1][2])
@@ -165,7 +169,7 @@ def test_an_interrupted_first_checkpoint_is_a_clear_error(run_dir):
     shutil.rmtree(run_dir / "checkpoints" / "2")
     (run_dir / "checkpoints" / "4").rename(run_dir / "checkpoints" / "4.orbax-checkpoint-tmp")
     store = CheckpointStore(run_dir, keep=2)
-    for call in (store.read_meta, lambda: store.restore(abstract_state(config(), mesh_of(config())))):
+    for call in (lambda: read_newest_meta(run_dir), lambda: store.restore(abstract_state(config(), mesh_of(config())))):
         with pytest.raises(CheckpointError, match=r"no complete checkpoint.*interrupted write.*start without --resume"):
             call()
     store.close()
@@ -205,3 +209,75 @@ def test_what_may_change_is_reported():
     lines = check_compatible(meta(4), other, FINGERPRINT)
     names = [line.split(":")[0] for line in lines]
     assert names == ["checkpoint.every", "mesh.data", "mesh.sequence", "model.remat", "num_steps"]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file can grow beyond a few hundred bytes, for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def folders(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_the_best_by_held_out_loss_stays(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path, keep=2, keep_best=1)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, None), (6, None)):
+        assert store.save(state, meta(step), held_out_loss=loss) is None
+    assert store.close() is None
+    assert folders(tmp_path) == ["2", "5", "6"]
+    reopened = CheckpointStore(tmp_path, keep=2, keep_best=1)  # the losses are on disk, too
+    reopened.save(state, meta(7), held_out_loss=0.5)
+    reopened.close()
+    assert folders(tmp_path) == ["6", "7"]
+
+
+def test_a_save_is_of_its_own_step_though_the_state_is_donated(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path, keep=2)
+    big = jax.device_put(np.arange(2**24, dtype=np.float32))
+    state = dataclasses.replace(state, opt_state=(state.opt_state, big))
+    expected = host(state)
+    advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    store.save(state, meta(1))
+    for _ in range(10):
+        state = advance(state)
+    jax.block_until_ready(state)
+    assert_same_bits(store.restore(abstract)[0], expected)
+    store.close()
+
+
+# What orbax leaves behind when a write fails: futures whose error nobody asked for.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_one_checkpoint_and_keeps_those_before(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path, keep=2, keep_best=0)
+    for step in (1, 2):
+        store.save(state, meta(step))
+    store.settle()
+    with full_disk():
+        problem = store.save(state, meta(3)) or store.settle()
+        assert problem.startswith("checkpoint of step 3 not written: ")
+        assert "File too large" in problem
+        assert store.failure == problem
+        assert folders(tmp_path) == ["1", "2"]
+    assert store.save(state, meta(4)) is None
+    assert store.close() is None
+    assert (store.failure, store.num_failures) == (None, 1)
+    assert folders(tmp_path) == ["2", "4"]
+    assert read_newest_meta(tmp_path).step == 4
+
+
+def test_a_store_that_is_gone_is_reported(tmp_path):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path / "run", keep=2)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("a file where the folder was")
+    problem = store.save(state, meta(1)) or store.settle()
+    assert problem.startswith("checkpoint of step 1 not written: ")
+    assert store.num_failures == 1

@@ -11,6 +11,7 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 from tiny_run import config, write_text
@@ -19,6 +20,7 @@ from ring_jax import make_mesh
 from train import loop, report
 from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig
 from train.data import load_corpus
+from train.errors import SaveError
 from train.metrics import read_rows
 from train.signals import StopRequest
 from train.step import init_state, make_train_step
@@ -250,3 +252,25 @@ def test_a_run_on_tokens_scores_bytes_and_continues_its_rows(text, tmp_path):
     expected = summary["held_out_loss"] / np.log(2) / bytes_per_token
     assert summary["held_out_bits_per_byte"] == pytest.approx(expected)
     assert summary["bigram_bits_per_byte"] < 8
+
+
+def test_a_run_whose_last_checkpoint_fails_does_all_else_and_says_so(text, tmp_path, unbroken, monkeypatch):
+    def fail(self, step, **keywords):
+        if step >= 4:
+            raise OSError(28, "No space left on device")
+        return plain(self, step, **keywords)
+
+    plain = ocp.CheckpointManager.save
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
+    with pytest.raises(
+        SaveError, match=r"step 6 not written: OSError: .*No space left.*2 failed.*: 2; make room"
+    ) as caught:
+        run(tiny(text, tmp_path / "run"))
+    assert "--resume runs the steps after it again" in str(caught.value)
+    assert losses(tmp_path / "run") == losses(unbroken[0])
+    assert (tmp_path / "run" / "summary.json").exists()
+    monkeypatch.undo()
+    code, output = run(tiny(text, tmp_path / "run", resume=True))
+    assert code == 0
+    assert "continuing after step 2" in output
+    assert losses(tmp_path / "run") == losses(unbroken[0])

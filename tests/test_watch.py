@@ -317,7 +317,9 @@ def test_the_bubble_is_said_at_the_start():
         "  pipeline: each of 2 stages waits 33.3% of a step, (p - 1) / (v m + p - 1) with m = 2, v = 1; "
         "11.1% with 8 microbatches"
     ]
-    assert report._bubble_lines(config(mesh=MeshConfig(pipeline=2), num_microbatches=8))[0].endswith("with m = 8, v = 1")
+    assert report._bubble_lines(config(mesh=MeshConfig(pipeline=2), num_microbatches=8))[0].endswith(
+        "with m = 8, v = 1"
+    )
     assert report._bubble_lines(config()) == []
 
 

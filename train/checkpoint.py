@@ -3,27 +3,39 @@
 What always holds: a checkpoint is complete or it does not count (orbax writes into a temporary folder and renames it),
 and it holds the parameters, the optimizer state, the step, the position in the data, the resolved configuration and a
 fingerprint of the text. Arrays are stored whole, by name, and are restored straight into the shardings of the run that
-asks for them, so the mesh may change between save and restore. Restored bits are the saved bits.
+asks for them, so the mesh and the number of processes may change between save and restore. Restored bits are the saved
+bits, and nothing of a checkpoint is unpickled or executed: arrays and JSON.
+
+A save copies the arrays to the host and returns; a thread writes them while the run goes on. So a failure (a full disk,
+a store that is gone) shows at the next save or at the end. It costs that checkpoint, not the run: it is counted and
+reported, older checkpoints stay until a newer one is complete, and the next save tries again. When the store of only
+some processes of a job fails, orbax cannot go on: the job ends within the time limit of a write, to be started again.
 
     <run directory>/checkpoints/120/state    arrays by tree path: params/..., opt_state/..., step
                                     meta     JSON: step, data_state, config, text_fingerprint, jax_version
+                                    metrics  JSON: held_out_loss, where the run was evaluated at this step
 """
 
 import base64
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_managers as policies
 
+from train import distributed
 from train.config import TrainConfig, differing_fields, to_json
 from train.state import TrainState
 
 CHECKPOINT_FOLDER = "checkpoints"
 SET_ASIDE_FOLDER = "checkpoints_incomplete"
+_METRIC = "held_out_loss"
+_WRITE_TIMEOUT = 900
 
 # What cannot change between save and resume: what was learned, and which text comes next. The rest can (the mesh, the
 # layout, microbatches, rematerialization, the learning rate, the number of steps): it alters how the next steps go.
@@ -50,40 +62,72 @@ class CheckpointError(ValueError):
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory; in a job of many processes, all make the same calls."""
 
-    def __init__(self, run_dir: pathlib.Path, *, keep: int):
-        """Open the run directory's checkpoints; the folder is made where there is none."""
+    num_failures: int
+    """Checkpoints that could not be written."""
+    failure: str | None
+    """Why the newest one could not be written, and nothing once a later one could."""
+
+    def __init__(self, run_dir: pathlib.Path, *, keep: int, keep_best: int = 0, timeout: int = _WRITE_TIMEOUT):
+        """Open the run directory's checkpoints; the folder is made where there is none.
+
+        Args:
+          run_dir: the run directory.
+          keep: newest checkpoints that stay.
+          keep_best: checkpoints with the lowest held-out loss that stay, too.
+          timeout: seconds after which a write that does not end has failed.
+        """
         self.folder = run_dir.absolute() / CHECKPOINT_FOLDER
+        self.num_failures, self.failure = 0, None
         self._set_aside = run_dir.absolute() / SET_ASIDE_FOLDER
+        self._writing: int | None = None
+        best = policies.BestN(
+            get_metric_fn=lambda found: -found[_METRIC], n=keep_best, keep_checkpoints_without_metrics=False
+        )
         self._manager = ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+                create=True,
+                enable_async_checkpointing=True,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=timeout,
+                    # Alone, a folder that cannot be made is an error at once. Among many processes only process 0 would
+                    # see it, and leave the others at the next barrier; made in the background, all of them time out.
+                    create_directories_asynchronously=distributed.num_processes() > 1,
+                ),
+            ),
         )
 
-    def save(self, state: TrainState, meta: Meta) -> None:
-        """Write one checkpoint and remove the oldest beyond `keep`; does nothing when this step is saved already."""
-        if meta.step in self._manager.all_steps():
-            return
-        values = {**dataclasses.asdict(meta), "data_state": _pack(meta.data_state), "jax_version": jax.__version__}
-        self._manager.save(
-            meta.step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(_by_name(state)), meta=ocp.args.JsonSave(values)),
-        )
+    def save(self, state: TrainState, meta: Meta, *, held_out_loss: float | None = None) -> str | None:
+        """Begin to write one checkpoint; when it is complete, those that are neither new nor best are removed.
 
-    def read_meta(self) -> Meta:
-        """What the newest readable checkpoint holds beside its arrays; no device is needed.
+        The arrays may be donated as soon as this returns. Does nothing when this step is saved already.
 
-        Raises:
-          CheckpointError: there is no complete checkpoint.
+        Returns:
+          Why the save before this one, or the beginning of this one, failed.
         """
-        skipped = [f"{name}: an interrupted write" for name in self._interrupted()]
-        for step in self._steps():
-            try:
-                return self._meta(step)
-            except Exception as error:  # whatever a damaged file makes of the reader
-                skipped.append(_damaged(step, error))
-        raise CheckpointError(self._nothing_to_resume(skipped))
+        problem = self.settle()
+        if meta.step in self._manager.all_steps():
+            return problem
+        values = {**dataclasses.asdict(meta), "data_state": _pack(meta.data_state), "jax_version": jax.__version__}
+        arguments = ocp.args.Composite(state=ocp.args.StandardSave(_by_name(state)), meta=ocp.args.JsonSave(values))
+        metrics = None if held_out_loss is None else {_METRIC: held_out_loss}
+        self._writing = meta.step
+        begun = self._try(lambda: self._manager.save(meta.step, args=arguments, metrics=metrics, force=True))
+        return "; ".join(filter(None, (problem, begun))) or None
+
+    def settle(self) -> str | None:
+        """Wait until the save in flight is complete or has failed; returns why it failed, once."""
+        if self._writing is None:
+            return None
+        problem = self._try(self._manager.wait_until_finished)
+        if problem is None:
+            self._writing, self.failure = None, None
+            if self.num_failures:
+                self._clear_up()
+        return problem
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Meta, list[str]]:
         """The newest complete checkpoint, in the shardings of `abstract`, and a line for everything passed over.
@@ -94,49 +138,84 @@ class CheckpointStore:
           CheckpointError: there is no complete checkpoint.
         """
         names = _by_name(abstract)
-        skipped = {name: f"{name}: an interrupted write" for name in self._interrupted()}
-        for step in self._steps():
+        self.settle()
+        skipped = {name: f"{name}: an interrupted write" for name in _interrupted(self.folder)}
+        steps = self._steps()
+        distributed.check_same("checkpoints", {"folder": str(self.folder), "steps": steps})
+        for step in steps:
+            found, problem = None, ""
             try:
-                meta = self._meta(step)
-                arguments = ocp.args.Composite(state=ocp.args.StandardRestore(names))
-                arrays = self._manager.restore(step, args=arguments)["state"]
+                found = _read_meta(self.folder / str(step)), _read_arrays(self.folder / str(step), names)
             except Exception as error:  # whatever a damaged file makes of the reader
-                skipped[str(step)] = _damaged(step, error)
+                problem = _damaged(step, error)
+            if distributed.any_process(found is None) or found is None:
+                skipped[str(step)] = problem or f"{step}: incomplete or damaged, as another process found"
                 continue
+            meta, arrays = found
             self._move_aside(skipped.keys())
             leaves = [arrays[name] for name in names]
             return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta, list(skipped.values())
-        raise CheckpointError(self._nothing_to_resume(skipped.values()))
+        raise CheckpointError(_nothing_to_resume(self.folder, skipped.values()))
 
-    def close(self) -> None:
-        """Release the folder."""
+    def close(self) -> str | None:
+        """Wait for the save in flight and release the folder; returns why that save failed."""
+        problem = self.settle()
         self._manager.close()
+        return problem
 
     def _steps(self) -> list[int]:
         return sorted(self._manager.all_steps(), reverse=True)
 
-    def _meta(self, step: int) -> Meta:
-        values = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        fields = {field.name: values[field.name] for field in dataclasses.fields(Meta)}
-        return Meta(**{**fields, "data_state": _unpack(fields["data_state"])})
+    def _try(self, work: Callable[[], Any]) -> str | None:
+        """Do a part of a save; when it fails on any process, count it, clear up and say why."""
+        problem = ""
+        try:
+            work()
+        except Exception as error:  # whatever a store makes of a failed write
+            if distributed.num_processes() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+                # A peer is gone, or only one failed to write: then orbax's barriers are out of step for good.
+                raise jax.errors.JaxRuntimeError(
+                    f"the checkpoint of step {self._writing} could not be written by all processes together (the one "
+                    f"whose store failed says why above): {_first_line(error)}"
+                ) from error
+            problem = _first_line(error)
+        if not distributed.any_process(bool(problem)):
+            return None
+        self.num_failures += 1
+        self.failure = f"checkpoint of step {self._writing} not written: {problem or 'another process could not'}"
+        self._writing = None
+        self._clear_up()
+        self._manager.reload()
+        return self.failure
 
-    def _interrupted(self) -> list[str]:
-        """Names of the folders that a killed run was still writing."""
-        return sorted(path.name for path in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+    def _clear_up(self) -> None:
+        """Remove what failed saves left; a thread of orbax may still add to it, so it is done again after a success."""
+        for name in _interrupted(self.folder) if distributed.is_main() else ():
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _move_aside(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in names if distributed.is_main() else ():
             self._set_aside.mkdir(exist_ok=True)
             shutil.rmtree(self._set_aside / name, ignore_errors=True)
             (self.folder / name).rename(self._set_aside / name)
+        distributed.check_same("checkpoints moved away", {})
         self._manager.reload()
 
-    def _nothing_to_resume(self, skipped: Collection[str]) -> str:
-        detail = f" (found {'; '.join(skipped)})" if skipped else ""
-        return (
-            f"--resume: {self.folder} holds no complete checkpoint{detail}, so there is nothing to continue; delete "
-            f"{self.folder.parent} or choose another --run-dir, and start without --resume"
-        )
+
+def read_newest_meta(run_dir: pathlib.Path) -> Meta:
+    """What the newest readable checkpoint holds beside its arrays; no device is needed and nothing is changed.
+
+    Raises:
+      CheckpointError: there is no complete checkpoint.
+    """
+    folder = run_dir.absolute() / CHECKPOINT_FOLDER
+    skipped = [f"{name}: an interrupted write" for name in _interrupted(folder)]
+    for step in sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True):
+        try:
+            return _read_meta(folder / str(step))
+        except Exception as error:  # whatever a damaged file makes of the reader
+            skipped.append(_damaged(step, error))
+    raise CheckpointError(_nothing_to_resume(folder, skipped))
 
 
 def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> list[str]:
@@ -159,7 +238,7 @@ def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> 
             f"{text_fingerprint[:12]} now), so the position in the data means nothing; bring back the text of "
             "--data.path (or the same Python version), or start anew with another --run-dir and without --resume"
         )
-    return [line for line in differences if not line.startswith(("resume:", "run_dir:", "platform:"))]
+    return [line for line in differences if not line.startswith(("resume:", "run_dir:", "platform:", "distributed."))]
 
 
 def _by_name(state: TrainState) -> dict[str, Any]:
@@ -169,8 +248,23 @@ def _by_name(state: TrainState) -> dict[str, Any]:
 
 
 def _damaged(step: int, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0][:200]
-    return f"{step}: incomplete or damaged, {type(error).__name__}: {reason}"
+    return f"{step}: incomplete or damaged, {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().split("\n")
+    return f"{type(error).__name__}: {lines[0][:400]}"
+
+
+def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Not by orbax's manager, which waits for the other processes: where one fails, the rest would wait for ever."""
+    return ocp.StandardCheckpointHandler().restore(epath.Path(folder) / "state", args=ocp.args.StandardRestore(names))
+
+
+def _read_meta(folder: pathlib.Path) -> Meta:
+    values = ocp.JsonCheckpointHandler().restore(epath.Path(folder) / "meta")
+    fields = {field.name: values[field.name] for field in dataclasses.fields(Meta)}
+    return Meta(**{**fields, "data_state": _unpack(fields["data_state"])})
 
 
 def _pack(data_state: Any) -> Any:
@@ -180,3 +274,16 @@ def _pack(data_state: Any) -> Any:
 def _unpack(data_state: Any) -> Any:
     is_bytes = isinstance(data_state, dict) and data_state.keys() == {"base64"}
     return base64.b64decode(data_state["base64"]) if is_bytes else data_state
+
+
+def _interrupted(folder: pathlib.Path) -> list[str]:
+    """Names of the folders that a killed run was still writing."""
+    return sorted(path.name for path in folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+
+
+def _nothing_to_resume(folder: pathlib.Path, skipped: Collection[str]) -> str:
+    detail = f" (found {'; '.join(skipped)})" if skipped else ""
+    return (
+        f"--resume: {folder} holds no complete checkpoint{detail}, so there is nothing to continue; delete "
+        f"{folder.parent} or choose another --run-dir, and start without --resume"
+    )

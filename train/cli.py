@@ -5,6 +5,7 @@ wrong with what was typed gives one message on stderr and exit code 2, before an
 """
 
 import dataclasses
+import os
 import pathlib
 import runpy
 import shlex
@@ -15,8 +16,9 @@ from collections.abc import Sequence
 import tyro
 from rich.console import Console
 
-from train import platform
+from train import distributed, platform
 from train.config import DataConfig, TrainConfig, nearest, validate
+from train.errors import SaveError
 
 COMMANDS = (
     "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
@@ -41,8 +43,9 @@ def main(argv: Sequence[str]) -> int:
     """Run one command.
 
     Returns:
-      The exit code. 0: done. 1: the loss is no longer finite. 2: something that was typed is wrong. 130, 143: ended
-      early by SIGINT or SIGTERM, with a checkpoint.
+      The exit code. 0: done. 1: the loss is no longer finite, or the last checkpoint could not be written. 2: something
+      that was typed is wrong. 75: another process of the job was lost. 130, 143: ended early by SIGINT or SIGTERM, with
+      a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
@@ -55,15 +58,22 @@ def main(argv: Sequence[str]) -> int:
         if argv[0] == "prepare":
             return _prepare(config)
         return _run(config, resume_command=_resume_command(argv))
-    except UsageError as error:
+    except (UsageError, distributed.JoinError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except FloatingPointError as error:
+    except (FloatingPointError, SaveError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was saved", file=sys.stderr)
         return 130
+
+
+def _exit_code(error: BaseException) -> int:
+    """Exit code of a process of a larger job that ends with this error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, (UsageError, distributed.JoinError)) else 1
 
 
 def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -168,9 +178,19 @@ def _say(line: str) -> None:
 def _run(config: TrainConfig, *, resume_command: str) -> int:
     """Check everything, then train."""
     _check(config, config.mesh.num_devices)  # what needs no device comes first, so nothing is started in vain
-    devices = platform.prepare(config.mesh.num_devices, config.platform)
+    try:
+        cluster = distributed.find_cluster(config.distributed, os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    with distributed.joined(cluster, config.distributed, platform=config.platform, exit_code=_exit_code):
+        return _run_process(config, resume_command=resume_command)
+
+
+def _run_process(config: TrainConfig, *, resume_command: str) -> int:
+    """The part of the run that is this process's."""
+    devices = platform.prepare(config.mesh.num_devices, config.platform, num_processes=distributed.num_processes())
     _check(config, devices.count, device_kind=devices.kind)
-    if devices.simulated:
+    if devices.simulated and distributed.is_main():
         print(f"simulating {devices.count} devices on this host's CPU (mesh {config.mesh})", flush=True)
 
     from train import checkpoint, loop  # orbax, grain and matplotlib: seconds, which a typing error need not cost
@@ -180,7 +200,8 @@ def _run(config: TrainConfig, *, resume_command: str) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     try:
-        return loop.train(run, Console(markup=False, emoji=False, highlight=False, soft_wrap=True))
+        quiet = not distributed.is_main()
+        return loop.train(run, Console(markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet))
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from None
 

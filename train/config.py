@@ -25,6 +25,7 @@ type OptimizerName = Literal["adamw", "sgd"]
 type Platform = Literal["auto", "cpu"]
 type LongDocuments = Literal["split", "refuse"]
 type OnError = Literal["raise", "skip"]
+type ClusterKind = Literal["auto", "jax", "none"]
 
 MESH_AXES = ("data", "tensor", "pipeline", "sequence")
 
@@ -141,6 +142,28 @@ class CheckpointConfig:
     """Steps between checkpoints; one more is always written at the end."""
     keep: int = 2
     """Newest checkpoints that stay on disk."""
+    keep_best: int = 1
+    """Checkpoints with the lowest held-out loss that stay, too, of those that were saved at an evaluation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the processes of a job on many hosts find each other, and how long they wait."""
+
+    cluster: ClusterKind = "auto"
+    """auto: flags, else SLURM, Open MPI, JobSet, TPU variables; jax: all that JAX detects; none: one process."""
+    coordinator_address: Annotated[str | None, tyro.conf.arg(prefix_name=False)] = None
+    """HOST:PORT of process 0."""
+    num_processes: Annotated[int | None, tyro.conf.arg(prefix_name=False)] = None
+    """Processes in the job."""
+    process_id: Annotated[int | None, tyro.conf.arg(prefix_name=False)] = None
+    """Number of this process, from 0."""
+    start_timeout: int = 300
+    """Seconds in which all processes must have started."""
+    heartbeat_timeout: int = 60
+    """Seconds without a sign of life after which a process counts as lost, which ends the job."""
+    stall_timeout: int = 1800
+    """Seconds without progress of any process that end the job; longer than the slowest compilation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,6 +200,8 @@ class TrainConfig:
     """Checkpoints."""
     watch: Annotated[WatchConfig, tyro.conf.arg(name="")] = WatchConfig()
     """Alarms and profile; on the command line without a prefix, as --rollback."""
+    distributed: DistributedConfig = DistributedConfig()
+    """Processes on many hosts."""
     layout: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(LAYOUTS)}}}")] = "zigzag"
     """Order of a row's tokens over the sequence axis; zigzag gives every device the same causal work."""
     loss: LossConfig = LossConfig()
@@ -287,6 +312,10 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "watch.stall_factor": ("greater than 1", lambda value: value > 1, "20"),
     "watch.max_skipped_in_a_row": _COUNT,
     "watch.max_rollbacks": _COUNT,
+    "checkpoint.keep_best": ("at least 0", lambda value: value >= 0, "1"),
+    "distributed.start_timeout": _COUNT,
+    "distributed.heartbeat_timeout": ("at least 2", lambda value: value >= 2, "60"),
+    "distributed.stall_timeout": ("at least 2", lambda value: value >= 2, "1800"),
     "num_microbatches": _COUNT,
     "repeats": _COUNT,
     "accumulate": _COUNT,
@@ -320,6 +349,7 @@ def _check_names(config: TrainConfig) -> list[str]:
         "platform": get_args(Platform.__value__),
         "data.long_documents": get_args(LongDocuments.__value__),
         "data.on_error": get_args(OnError.__value__),
+        "distributed.cluster": get_args(ClusterKind.__value__),
     }
     problems = []
     for name, known in choices.items():

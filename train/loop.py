@@ -21,10 +21,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from ring_jax import make_mesh
-from train import checkpoint, metrics, page, report, rollback
+from train import checkpoint, distributed, metrics, page, report, rollback
 from train.bigram import bigram_bits_per_byte
 from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import Corpus, batches, held_out_batches, load_corpus, local_data_indices
+from train.errors import SaveError
 from train.pipeline import layer_order
 from train.plots import save_loss_plot
 from train.positions import PositionCurve
@@ -80,9 +81,7 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
         config = clamp_warmup(config)
     corpus = load_corpus(config.data, say=functools.partial(print, flush=True))
     if config.resume:
-        store = checkpoint.CheckpointStore(run_dir, keep=config.checkpoint.keep)
-        meta = store.read_meta()
-        store.close()
+        meta = checkpoint.read_newest_meta(run_dir)
         changes = checkpoint.check_compatible(meta, config, corpus.fingerprint)
         notes += [f"changed since the checkpoint: {line}" for line in changes]
     return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=notes)
@@ -96,11 +95,14 @@ def train(run: Run, console: Console) -> int:
 
     Raises:
       CheckpointError: no checkpoint could be restored.
+      SaveError: the last checkpoint could not be written; everything else was done.
+      JoinError: the processes of the job were not started alike.
       FloatingPointError: the loss is no longer finite, or too many steps in a row were skipped.
     """
     config, corpus, data_config = run.config, run.corpus, run.config.data
 
     # ------------------------------------------------------------------ what is trained on what
+    distributed.check_same("configuration", _fingerprint(run))  # none writes before all found the directory as it was
     shape = config.mesh
     mesh = make_mesh(data=shape.data, tensor=shape.tensor, pipeline=shape.pipeline, sequence=shape.sequence)
     abstract = abstract_state(config, mesh)
@@ -114,7 +116,12 @@ def train(run: Run, console: Console) -> int:
 
     # ------------------------------------------------------------------ state: new, or from the last checkpoint
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    store = checkpoint.CheckpointStore(run.run_dir, keep=config.checkpoint.keep)
+    store = checkpoint.CheckpointStore(
+        run.run_dir,
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        timeout=max(1, config.distributed.stall_timeout // 2),  # a store that hangs costs a checkpoint, not the run
+    )
     data = batches(
         corpus,
         seq_len=data_config.seq_len,
@@ -128,12 +135,14 @@ def train(run: Run, console: Console) -> int:
         data.set_state(progress.data_state)
     else:
         progress = Progress(state=init_state(config, mesh), step=0, data_state=data.get_state())
-    metrics.write_json(run.run_dir / "config.json", to_json(config))
+    if distributed.is_main():
+        metrics.write_json(run.run_dir / "config.json", to_json(config))
 
     # ------------------------------------------------------------------ steps
-    writes = jax.process_index() == 0
+    share = distributed.largest if distributed.num_processes() > 1 else None
+    writes = distributed.is_main()
     watch = Watcher(config, run.run_dir, mesh=mesh, step=progress.step, say=console.print, writes=writes)
-    with StopRequest() as stop, watch, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
+    with StopRequest(share) as stop, watch, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
         evaluate = _make_evaluate(config, mesh, corpus, stop, watch.curve)
         held_out_loss = _run_steps(
             run,
@@ -149,8 +158,9 @@ def train(run: Run, console: Console) -> int:
         if held_out_loss is None and not stop.requested:  # resumed after its last step
             with watch.phase("evaluate"):
                 held_out_loss = evaluate(progress.state, None)
-        store.close()
+        _report_failure(console, store.close())
         if held_out_loss is None:
+            _check_saved(store)
             console.print(
                 f"stopped after step {progress.step} of {config.num_steps}, saved in {store.folder}\n"
                 f"continue with: {run.resume_command}"
@@ -160,6 +170,7 @@ def train(run: Run, console: Console) -> int:
         # -------------------------------------------------------------- what came out
         with watch.phase("finish"):
             _finish(run, console, progress, watch, held_out_loss=held_out_loss, bigram=bigram, num_params=num_params)
+        _check_saved(store)
     return 0
 
 
@@ -180,20 +191,22 @@ def _run_steps(
     train_step = make_train_step(config, mesh)
     first_step, held_out_loss = progress.step + 1, None
     with (
-        metrics.MetricsLog(run.run_dir, first_step=first_step) as log,
+        _open_log(run, first_step) as log,
         report.StepReporter(console, first_step=first_step, num_steps=config.num_steps) as reporter,
     ):
-        data_indices = local_data_indices(mesh)
-        batch = place_batch(watch.fetch(data), config, mesh, data_indices=data_indices)
+        batch = _next_batch(watch, data, config, mesh, progress.step)
         while progress.step < config.num_steps and not stop.requested:
             watch.begin(progress.step + 1)
             started = time.perf_counter()
+            distributed.at("train step", progress.step + 1)
             progress.state, measured = train_step(progress.state, batch)
             measured = watch.with_norms(measured, progress.state.params)
             progress.data_state = data.get_state()
-            batch = place_batch(watch.fetch(data), config, mesh, data_indices=data_indices)  # while the devices work
+            batch = _next_batch(watch, data, config, mesh, progress.step + 1)  # while the devices work
+            distributed.at("waiting for the step's result", progress.step + 1)
             measured = jax.device_get(measured)
             step_time = time.perf_counter() - started
+            stop.settle()
 
             progress.step += 1
             is_last = progress.step == config.num_steps
@@ -202,7 +215,7 @@ def _run_steps(
             if (first_bad_step := watch.judge(progress.step, row, store.folder)) is not None:
                 with watch.phase("rollback"):
                     _go_back(progress, first_bad_step, mesh=mesh, run=run, data=data, store=store, log=log, watch=watch)
-                batch = place_batch(watch.fetch(data), config, mesh, data_indices=data_indices)
+                batch = _next_batch(watch, data, config, mesh, progress.step)
                 continue
             if is_last or (config.eval_every and progress.step % config.eval_every == 0):
                 with watch.phase("evaluate"):
@@ -215,10 +228,13 @@ def _run_steps(
                 _check_finite(row["loss"], progress.step, store.folder)
             watch.check_skipped(store.folder)
             if is_last or stop.requested or progress.step % config.checkpoint.every == 0:
+                distributed.at("checkpoint", progress.step)
+                loss = row.get("held_out_loss")
                 with watch.phase("checkpoint"):
-                    store.save(progress.state, _meta(run, progress))
+                    problem = store.save(progress.state, _meta(run, progress), held_out_loss=loss)
+                _report_failure(console, problem)
         if progress.step < first_step:
-            store.save(progress.state, _meta(run, progress))
+            _report_failure(console, store.save(progress.state, _meta(run, progress)))
     return held_out_loss if progress.step == config.num_steps else None
 
 
@@ -255,6 +271,44 @@ def _go_back(
     watch.went_back(first_bad_step, bad_step, meta.step)
 
 
+def _next_batch(watch: Watcher, data: Prefetch, config: TrainConfig, mesh: Mesh, step: int) -> Any:
+    distributed.at("next batch", step)
+    batch = watch.fetch(data)
+    distributed.check_batch(batch)
+    return place_batch(batch, config, mesh, data_indices=local_data_indices(mesh))
+
+
+def _open_log(run: Run, first_step: int) -> Any:
+    return metrics.MetricsLog(run.run_dir, first_step=first_step) if distributed.is_main() else distributed.Silent()
+
+
+def _report_failure(console: Console, problem: str | None) -> None:
+    if problem:
+        console.print(f"{problem}; the run goes on and tries again at the next checkpoint")
+
+
+def _check_saved(store: checkpoint.CheckpointStore) -> None:
+    if store.failure:
+        newest = max((int(path.name) for path in store.folder.iterdir() if path.name.isdigit()), default="none")
+        raise SaveError(
+            f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
+            f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"
+        )
+
+
+def _fingerprint(run: Run) -> dict[str, Any]:
+    """What has to be equal on all processes."""
+    config = to_json(run.config)
+    config["distributed"] = {**config["distributed"], "process_id": None}
+    flat = {jax.tree_util.keystr(path, simple=True, separator="."): v for path, v in jax.tree.leaves_with_path(config)}
+    return {
+        **flat,
+        "text": run.corpus.fingerprint,
+        "jax": jax.__version__,
+        "run directory": str(run.run_dir.absolute()),
+    }
+
+
 def _make_evaluate(
     config: TrainConfig, mesh: Mesh, corpus: Corpus, stop: StopRequest, curve: PositionCurve | None = None
 ) -> Callable[[TrainState, int | None], float | None]:
@@ -273,6 +327,7 @@ def _make_evaluate(
         for batch in itertools.islice(held_out, num_batches):
             if stop.requested:
                 return None
+            distributed.at("evaluation", int(state.step))
             loss_sum, num_targets, *by_position = eval_step(state.params, place_batch(batch, config, mesh))
             total, count = total + float(loss_sum), count + int(num_targets)
             if by_position and curve is not None:
@@ -306,7 +361,7 @@ def _restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, 
     for line in skipped:
         console.print(f"checkpoint {line}; moved to {run.run_dir / checkpoint.SET_ASIDE_FOLDER}")
     console.print(f"continuing after step {meta.step}, from {store.folder / str(meta.step)}")
-    if dropped := metrics.drop_rows_after(run.run_dir, meta.step):
+    if distributed.is_main() and (dropped := metrics.drop_rows_after(run.run_dir, meta.step)):
         console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {meta.step}: these steps run again")
     return Progress(state=in_this_order(run.config, state, meta), step=meta.step, data_state=meta.data_state)
 
@@ -349,6 +404,10 @@ def _finish(
     num_params: int,
 ) -> None:
     """Score, picture, sample, `summary.json`, `report.html`."""
+    distributed.at("sample and summary", progress.step)
+    params = distributed.to_host(progress.state.params)
+    if not distributed.is_main():
+        return
     rows = metrics.read_rows(run.run_dir)
     bits_per_byte = held_out_loss / math.log(2) / run.corpus.bytes_per_token
     save_loss_plot(
@@ -365,8 +424,7 @@ def _finish(
     }
     decode = run.corpus.tokenizer.decode
     prompt = choose_prompt(run.corpus.held_out)
-    natural = np.arange(run.config.model.num_layers)
-    params = reorder_layers(progress.state.params, schedule_order(run.config), natural)
+    params = reorder_layers(params, schedule_order(run.config), np.arange(run.config.model.num_layers))
     continuation = continue_text(params, prompt, seed=run.config.seed)
     report.sum_up(console, summary, prompt=decode(prompt), continuation=decode(continuation), run_dir=run.run_dir)
     metrics.write_json(run.run_dir / "summary.json", summary)

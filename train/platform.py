@@ -30,27 +30,31 @@ class Devices:
     """Whether one CPU host plays several devices."""
 
 
-def prepare(num_devices: int, platform: str) -> Devices:
+def prepare(num_devices: int, platform: str, *, num_processes: int = 1) -> Devices:
     """Choose the platform and, on CPU, make at least `num_devices` devices.
 
     Args:
       num_devices: devices that the mesh needs.
       platform: "auto" takes the accelerator where there is one; "cpu" never does.
+      num_processes: processes that share the mesh; on CPU each plays an equal part of the devices.
 
     Returns:
       The devices that there are. Nothing is started when the platform is known to be the CPU.
     """
     needed = max(1, num_devices)
+    local = -(-needed // num_processes)
     lengthen_collective_timeouts()
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     try:  # concerns CPU devices only, so it is safe to ask before it is known whether there is an accelerator
-        jax.config.update("jax_num_cpu_devices", max(needed, jax.config.jax_num_cpu_devices))
+        jax.config.update(
+            "jax_num_cpu_devices", local if num_processes > 1 else max(needed, jax.config.jax_num_cpu_devices)
+        )
         too_late = False
     except RuntimeError:  # this process has used its devices already: it has to do with those
         too_late = True
     if jax.config.jax_platforms == "cpu" and not too_late:
-        return Devices(count=needed, kind="cpu", simulated=needed > 1)
+        return Devices(count=local * num_processes, kind="cpu", simulated=needed > 1)
     devices = jax.devices()
     if devices[0].platform == "cpu":
         return Devices(count=min(needed, len(devices)), kind="cpu", simulated=needed > 1)

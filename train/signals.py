@@ -2,6 +2,9 @@
 
 Python runs a signal handler only between two bytecodes of the main thread, and a compilation can keep that thread away
 for minutes. So a second thread, woken by the interpreter's own C handler, answers the user right away.
+
+In a job of many processes all must leave after the same step, and only some of them may get the signal. So there
+`requested` changes in `settle` alone, which all processes call after each step.
 """
 
 import os
@@ -9,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -18,8 +22,11 @@ _SHOW_CURSOR = "\x1b[?25h"
 class StopRequest:
     """Context in which the first SIGINT or SIGTERM only sets `signum`; use it in the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: Callable[[int], int] | None = None) -> None:
+        """`share` makes the signal of one process (0: none) that of all, see `distributed.largest`; None: no others."""
         self.signum: int | None = None
+        self._share = share
+        self._settled: int | None = None
 
     def __enter__(self) -> "StopRequest":
         self._receiver, self._sender = socket.socketpair()
@@ -34,7 +41,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
         signal.set_wakeup_fd(self._previous_fd)
         self._sender.close()  # ends the watcher
         self._watcher.join()
@@ -43,12 +50,21 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether the run should leave at the next step."""
-        return self.signum is not None
+        return self._decided is not None
+
+    def settle(self) -> None:
+        """Between two steps: from here on `requested` is the same on all processes."""
+        if self._share:
+            self._settled = self._share(self.signum or 0) or None
 
     @property
     def exit_code(self) -> int:
         """What a shell expects of a program that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
-        return 128 + (self.signum or 0)
+        return 128 + (self._decided or 0)
+
+    @property
+    def _decided(self) -> int | None:
+        return self._settled if self._share else self.signum
 
     def _remember(self, signum: int, _frame: object) -> None:
         self.signum = self.signum or signum

@@ -1,0 +1,356 @@
+"""Many processes: one mesh, the losses of one process, and an end with a message when one of them is lost."""
+
+import dataclasses
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from jobs import ROOT, TINY, Job, environment, losses
+from tiny_run import write_text
+
+from train import cli
+from train.config import DistributedConfig
+from train.distributed import Cluster, find_cluster
+from train.watchdog import LOST, Judge, Sign
+
+QUICK = ["--distributed.heartbeat-timeout", 4, "--distributed.start-timeout", 60]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("distributed") / "text")
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """Run directory of the same run in one process, on one mesh of 4 devices."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    run_one(text, run_dir)
+    return run_dir
+
+
+def run_one(text, run_dir, *more):
+    command = [
+        sys.executable,
+        "-m",
+        "train",
+        "run",
+        TINY,
+        "--platform",
+        "cpu",
+        "--data.path",
+        text,
+        "--run-dir",
+        run_dir,
+    ]
+    command += ["--mesh.data", 2, *more]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def job(text, run_dir, *more, num_processes=2, **keywords):
+    return Job(
+        TINY,
+        "--data.path",
+        text,
+        "--mesh.data",
+        2,
+        *QUICK,
+        *more,
+        num_processes=num_processes,
+        run_dir=run_dir,
+        **keywords,
+    )
+
+
+def assert_same_run(run_dir, alone):
+    np.testing.assert_allclose(np.array(losses(run_dir)), np.array(losses(alone)), rtol=1e-5)
+    got, want = (json.loads((place / "summary.json").read_text()) for place in (run_dir, alone))
+    assert got["held_out_loss"] == pytest.approx(want["held_out_loss"], rel=1e-5)
+
+
+def test_two_processes_train_as_one_does_and_one_alone_goes_on(text, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    with job(text, run_dir) as two:
+        two.wait_for_step(3, timeout=100)
+        two.processes[1].send_signal(signal.SIGTERM)  # one gets the signal, both leave after the same step
+        assert two.wait(timeout=60) == [143, 143], two.output()
+        assert "stopped after step" in two.output(0)
+        assert "step 1/6" not in two.output(1), "process 0 alone writes"
+    done = run_one(text, run_dir, "--resume")
+    assert "continuing after step" in done.stdout
+    assert_same_run(run_dir, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_the_losses_do_not_depend_on_the_number_of_processes(text, tmp_path, alone, num_processes):
+    run_dir = tmp_path / "run"
+    with job(text, run_dir, num_processes=num_processes) as many:
+        assert many.wait(timeout=200) == [0] * num_processes, many.output()
+    assert_same_run(run_dir, alone)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["4", "6"]
+    assert len(list((run_dir / "tensorboard").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(text, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    run_one(text, run_dir, "--num-steps", 2, "--optimizer.warmup-steps", 2)
+    (run_dir / "summary.json").unlink()
+    steps = [4, 6]
+    for num_processes, last in zip((4, 2), steps, strict=True):
+        with job(text, run_dir, "--num-steps", last, "--resume", num_processes=num_processes) as many:
+            assert many.wait(timeout=200) == [0] * num_processes, many.output()
+    assert [step for step, _ in losses(run_dir)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_process_ends_the_job_and_a_restart_goes_on(text, tmp_path, alone, victim):
+    run_dir = tmp_path / "run"
+    others = [process for process in range(4) if process != victim]
+    with job(text, run_dir, "--num-steps", 10**6, num_processes=4) as four:
+        four.wait_for_step(5, timeout=150)
+        four.processes[victim].kill()
+        codes = four.wait(*others, timeout=30)
+        for process, code in zip(others, codes, strict=True):
+            if victim == 0 and code == -signal.SIGABRT:  # JAX's client was faster than the watchdog
+                assert "This most likely indicates that another task died" in four.output(process)
+            else:
+                assert code == LOST, four.output()
+                assert f"process {victim}" in four.output(process).split("error:")[-1]
+    with job(text, run_dir, "--num-steps", 12, "--resume", num_processes=4) as again:
+        assert again.wait(timeout=200) == [0] * 4, again.output()
+    assert [step for step, _ in losses(run_dir)][-1] >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_process_ends_the_job(text, tmp_path, victim):
+    run_dir = tmp_path / "run"
+    with job(text, run_dir, "--num-steps", 10**6) as two:
+        two.wait_for_step(3, timeout=100)
+        two.processes[victim].send_signal(signal.SIGSTOP)
+        assert two.wait(1 - victim, timeout=30) == [LOST], two.output()
+        last = two.output(1 - victim).split("error:")[-1]
+        assert f"process {victim}" in last
+        assert "--resume" in last
+        two.processes[victim].send_signal(signal.SIGCONT)  # awake again, it finds itself alone
+        assert two.wait(victim, timeout=30) != [0]
+
+
+PATCHED = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from tiny_run import config
+if "{victim}" in ("all", sys.argv[sys.argv.index("--process-id") + 1]):
+    from train import loop
+    plain, calls = loop._next_batch, []
+    def patched(data, *others):
+        calls.append(1)
+        if len(calls) == 4:
+            {action}
+        return plain(data, *others)
+    loop._next_batch = patched
+"""
+
+
+def patched_job(tmp_path, text, *more, victim, action, num_processes=2):
+    """A job in which one process does something before it takes its fourth batch."""
+    path = tmp_path / "patched.py"
+    path.write_text(PATCHED.format(tests=str(ROOT / "tests"), victim=victim, action=action))
+    arguments = [path, "--data.path", text, "--mesh.data", 2, *QUICK, *more]
+    return Job(*arguments, num_processes=num_processes, run_dir=tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_stalls_is_named(text, tmp_path, victim):
+    more = ["--distributed.stall-timeout", 25]
+    with patched_job(tmp_path, text, *more, victim=victim, action="data = (time.sleep(1000) for _ in [1])") as two:
+        assert two.wait(timeout=120) == [LOST] * 2, two.output()
+        for process in range(2):
+            last = two.output(process).split("error:")[-1]
+            assert re.search(r"no process got anywhere for \d+ s", last)
+            assert re.search(rf"process {victim} in step 3, next batch", last), last
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_all_with_its_message(text, tmp_path):
+    with patched_job(tmp_path, text, victim=1, action="raise OSError('the disk of host b is gone')") as two:
+        assert two.wait(timeout=120) == [1, 1], two.output()
+        for process in range(2):
+            assert "OSError: the disk of host b is gone" in two.output(process).split("error:")[-1]
+        assert "process 1 on" in two.output(0)
+
+
+@pytest.mark.slow
+def test_batches_of_another_shape_are_refused(text, tmp_path):
+    action = "data = iter([{name: array[:, :32] for name, array in next(data).items()}])"
+    with patched_job(tmp_path, text, victim=1, action=action) as two:
+        assert two.wait(timeout=120) == [1, 1], two.output()
+        assert "must stay those of the first batch" in two.output(0)
+
+
+@pytest.mark.slow
+def test_processes_that_were_started_with_other_flags_are_named(text, tmp_path):
+    with job(text, tmp_path / "run", each={1: ["--seed", 5]}) as two:
+        assert two.wait(timeout=120) == [2, 2], two.output()
+        for process in range(2):
+            assert "seed: 5 here, 0 in process 0" in two.output(process)
+            assert re.search(r"configuration of process 1 on \S+ must be that of process 0", two.output(process))
+    assert not (tmp_path / "run").exists()
+
+
+FULL = """import resource, threading
+        limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        limit(12000), threading.Timer(4, limit, [resource.RLIM_INFINITY]).start()"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_a_checkpoint_and_the_job_goes_on(text, tmp_path):
+    more = ["--num-steps", 100, "--checkpoint.every", 2, "--distributed.stall-timeout", 40]
+    with patched_job(tmp_path, text, *more, victim="all", action=FULL.replace("        ", " " * 12)) as two:
+        assert two.wait(timeout=250) == [0, 0], two.output()
+        assert "not written" in two.output(0)
+        assert "the run goes on" in two.output(0)
+    assert "100" in {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+
+
+@pytest.mark.slow
+def test_a_store_that_fails_in_one_process_ends_the_job_and_says_so(text, tmp_path):
+    more = ["--num-steps", 10**6, "--checkpoint.every", 10, "--distributed.stall-timeout", 40]
+    with patched_job(tmp_path, text, *more, victim=1, action=FULL.replace("        ", " " * 12)) as two:
+        assert two.wait(timeout=120) == [LOST, LOST], two.output()
+        assert "could not be written by all processes together" in two.output(0)
+
+
+def sign(**changes):
+    return json.dumps(dataclasses.asdict(Sign(host="b", **changes)))
+
+
+def test_who_is_silent_is_lost():
+    judge = Judge(2, silence=10, stall=100, now=0.0)
+    assert judge.verdict({0: sign(moves=1), 1: sign(step=7, phase="train step")}, 5.0) is None
+    assert judge.verdict({0: sign(moves=2), 1: sign(step=7, phase="train step")}, 14.0) is None
+    message, code = judge.verdict({0: sign(moves=3), 1: sign(step=7, phase="train step")}, 15.5)
+    assert message.startswith("process 1 on b (last seen in step 7, train step) gave no sign of life for 10 s")
+    assert code == LOST
+
+
+def test_who_is_done_may_be_silent_and_who_never_came_is_lost():
+    judge = Judge(2, silence=10, stall=100, now=0.0)
+    assert judge.verdict({0: sign(moves=1), 1: sign(done=True)}, 1.0) is None
+    assert judge.verdict({0: sign(moves=1), 1: sign(done=True)}, 90.0)[0].startswith("process 0")
+    judge = Judge(2, silence=10, stall=100, now=0.0)
+    assert judge.verdict({0: sign()}, 10.5)[0].startswith("process 1 gave no sign of life")
+
+
+def test_a_stall_names_the_one_that_is_elsewhere():
+    judge = Judge(3, silence=10, stall=20, now=0.0)
+    for second in range(20):
+        signs = {
+            process: json.dumps({**json.loads(sign(step=3, phase="train step")), "beat": second}) for process in (0, 2)
+        }
+        signs[1] = json.dumps({**json.loads(sign(step=3, phase="next batch")), "beat": second})
+        assert judge.verdict(signs, float(second)) is None
+    for second in (20, 21):
+        signs = {process: text.replace('"beat": 19', f'"beat": {second}') for process, text in signs.items()}
+        found = judge.verdict(signs, float(second))
+    assert found == (
+        "no process got anywhere for 21 s: process 1 in step 3, next batch; processes 0, 2 in step 3, train step",
+        LOST,
+    )
+
+
+SLURM = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+}
+JOBSET = {"JAX_COORDINATOR_ADDRESS": "a-0-0.a:55527", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cluster"),
+    [
+        ({}, None),
+        (SLURM, Cluster(num_processes=2, process_id=1)),
+        ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2"}, None),  # in an allocation, but not started by srun
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}, Cluster(num_processes=3, process_id=0)),
+        (JOBSET, Cluster(coordinator_address="a-0-0.a:55527", num_processes=4, process_id=2)),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, Cluster()),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    ],
+)
+def test_the_environment_tells_the_place_in_the_job(environment, cluster):
+    assert find_cluster(DistributedConfig(), environment) == cluster
+    assert find_cluster(DistributedConfig(cluster="none"), environment) is None
+
+
+def test_flags_come_before_the_environment():
+    flags = DistributedConfig(coordinator_address="h:1", num_processes=2, process_id=0)
+    assert find_cluster(flags, SLURM) == Cluster(coordinator_address="h:1", num_processes=2, process_id=0)
+    assert find_cluster(DistributedConfig(cluster="jax"), {}) == Cluster()
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "message"),
+    [
+        ({"num_processes": 2}, {}, "must be given together; got coordinator address None, number of processes 2"),
+        ({"coordinator_address": "h", "num_processes": 2, "process_id": 0}, {}, "'h' must be HOST:PORT of process 0"),
+        ({"coordinator_address": "h:1", "num_processes": 2, "process_id": 2}, {}, "number them 0 to 1"),
+        ({}, {"JAX_NUM_PROCESSES": "4"}, "JOB_COMPLETION_INDEX.* must be given together"),
+        ({}, {**SLURM, "SLURM_PROCID": "one"}, "SLURM_PROCID='one' must be a whole number"),
+    ],
+)
+def test_an_incomplete_place_is_refused(changes, environment, message):
+    with pytest.raises(ValueError, match=message):
+        find_cluster(DistributedConfig(**changes), environment)
+
+
+CLUSTERS = ROOT / "docs" / "clusters"
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu.sh"])
+def test_the_scripts_for_clusters_are_bash(name):
+    subprocess.run(["bash", "-n", CLUSTERS / name], check=True)
+
+
+def test_the_manifest_for_kubernetes_fits_together():
+    manifest = yaml.safe_load((CLUSTERS / "jobset.yaml").read_text())
+    workers = manifest["spec"]["replicatedJobs"][0]
+    job = workers["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    values = {entry["name"]: entry["value"] for entry in container["env"]}
+    name = manifest["metadata"]["name"]
+    assert values["JAX_COORDINATOR_ADDRESS"].startswith(f"{name}-{workers['name']}-0-0.{name}:")
+    assert int(values["JAX_NUM_PROCESSES"]) == job["parallelism"] == job["completions"]
+    assert find_cluster(DistributedConfig(), {**values, "JOB_COMPLETION_INDEX": "3"}).process_id == 3
+    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu.sh", "jobset.yaml"])
+def test_the_flags_in_the_files_for_clusters_exist(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", TINY, "--help"])
+    known = set(re.findall(r"--[a-z][a-z.-]+", capsys.readouterr().out))
+    text = (CLUSTERS / name).read_text()
+    command = text[text.index("-m train run") :]
+    flags = set(re.findall(r"--(?:distributed\.[a-z-]+|run-dir|resume)", text)) | set(
+        re.findall(r"(?<=\s)--[a-z][a-z.-]+", command.split("CODE=")[0].split("resources:")[0])
+    )
+    assert "--run-dir" in flags
+    assert flags <= known

@@ -1,0 +1,5 @@
+"""Errors that end a run after it began, in a module that costs nothing to import."""
+
+
+class SaveError(RuntimeError):
+    """The last checkpoint of a run could not be written; the message names the reason and what is left."""
