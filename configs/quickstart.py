@@ -24,7 +24,7 @@ def config() -> TrainConfig:
             embed_dim=128,
             num_heads=4,
             num_kv_heads=2,
-            head_dim=16,
+            head_dim=32,
             mlp_dim=384,
             rope_theta=100.0,  # in a few hundred steps only near tokens matter: most channels turn fast
             remat="none",

@@ -152,7 +152,7 @@ class CheckpointStore:
                 skipped[str(step)] = problem or f"{step}: incomplete or damaged, as another process found"
                 continue
             meta, arrays = found
-            self._move_aside(skipped.keys())
+            self.move_aside(skipped.keys())
             leaves = [arrays[name] for name in names]
             return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta, list(skipped.values())
         raise CheckpointError(_nothing_to_resume(self.folder, skipped.values()))
@@ -193,7 +193,7 @@ class CheckpointStore:
         for name in _interrupted(self.folder) if distributed.is_main() else ():
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def _move_aside(self, names: Iterable[str]) -> None:
+    def move_aside(self, names: Iterable[str]) -> None:
         for name in names if distributed.is_main() else ():
             self._set_aside.mkdir(exist_ok=True)
             shutil.rmtree(self._set_aside / name, ignore_errors=True)

@@ -78,6 +78,6 @@ def restore_before(
     Raises:
       CheckpointError: there is none; ask `last_good_step` first.
     """
-    later = [str(step) for step in checkpoint_steps(store.folder) if step > first_bad_step - 2]
-    store._move_aside(later)
+    store.settle()  # a save may still be on its way
+    store.move_aside(str(step) for step in checkpoint_steps(store.folder) if step > first_bad_step - 2)
     return store.restore(abstract)
