@@ -218,7 +218,7 @@ FULL = """import resource, threading
 
 @pytest.mark.slow
 def test_a_store_that_fails_in_one_process_ends_the_job_and_says_so(text, tmp_path):
-    more = ["--num-steps", 10**6, "--checkpoint.every", 10, "--distributed.stall-timeout", 40]
+    more = ["--num-steps", 10**6, "--checkpoint.every", 2, "--distributed.stall-timeout", 40]
     with patched_job(tmp_path, text, *more, victim=1, action=FULL.replace("        ", " " * 12)) as two:
         assert two.wait(timeout=120) == [LOST, LOST], two.output()
         assert "could not be written by all processes together" in two.output(0)
