@@ -8,8 +8,9 @@ bits, and nothing of a checkpoint is unpickled or executed: arrays and JSON.
 
 A save copies the arrays to the host and returns; a thread writes them while the run goes on. So a failure (a full disk,
 a store that is gone) shows at the next save or at the end. It costs that checkpoint, not the run: it is counted and
-reported, older checkpoints stay until a newer one is complete, and the next save tries again. When the store of only
-some processes of a job fails, orbax cannot go on: the job ends within the time limit of a write, to be started again.
+reported, older checkpoints stay until a newer one is complete, and the next save tries again. In a job of many
+processes that holds only if all of them fail alike; else orbax's barriers are out of step, and the job ends within the
+time limit of a write, to be started again with --resume.
 
     <run directory>/checkpoints/120/state    arrays by tree path: params/..., opt_state/..., step
                                     meta     JSON: step, data_state, config, text_fingerprint, jax_version
