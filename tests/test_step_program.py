@@ -1,0 +1,109 @@
+"""The compiled train step: memory that falls with the mesh, and traffic that is what the formulas say.
+
+Compiled only, never run; what is read is exact on any machine.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_step import MODEL, SGD
+
+from models import ModelConfig
+from ring_jax import inspect, make_mesh
+from train.config import MESH_AXES, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.step import abstract_state, make_train_step
+
+WIDE = dataclasses.replace(MODEL, embed_dim=64, mlp_dim=192, head_dim=16, vocab_size=128)
+
+
+def compile_step(sizes: tuple[int, ...], length: int, rows: int = 2, model: ModelConfig = WIDE, **changes: Any):
+    config = TrainConfig(
+        model=model,
+        mesh=MeshConfig(**dict(zip(MESH_AXES, sizes, strict=True))),
+        data=DataConfig(seq_len=length, batch_size=rows),
+        **({"optimizer": SGD, "num_steps": 10} | changes),
+    )
+    mesh = make_mesh(**config.mesh.sizes())
+    names = ("tokens", "targets", "positions", "segment_ids")
+    batch = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in names}
+    state = abstract_state(config, mesh)
+    return make_train_step(config, mesh).lower(state, batch).compile(), mesh
+
+
+def bytes_a_device(compiled) -> int:
+    found = compiled.memory_analysis()
+    return found.temp_size_in_bytes + found.argument_size_in_bytes
+
+
+def test_memory_is_constant_where_tokens_a_device_are():
+    """512 tokens a device. The weights are small here: what a device holds of them falls with the ring."""
+    sizes = [bytes_a_device(compile_step((1, 1, 1, n), 512 * n, 1)[0]) for n in (4, 8, 16)]
+    assert max(sizes) <= 1.05 * min(sizes), sizes
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 2, 2), (2, 2, 2, 2)], ids=str)
+def test_weights_and_optimizer_fall_with_every_axis(sizes):
+    """Arguments of the step: parameters and the two moments of Adam, cut over all axes (norm scales are not)."""
+
+    def arguments(sizes) -> int:
+        compiled, _ = compile_step(sizes, 64, 4, optimizer=OptimizerConfig())
+        return compiled.memory_analysis().argument_size_in_bytes
+
+    whole, cut = arguments((1, 1, 1, 1)), arguments(sizes)
+    assert cut <= 1.1 * whole / math.prod(sizes), (whole, cut)
+
+
+def test_the_logits_of_a_large_vocabulary_never_appear():
+    """131,072 words and 2,048 tokens: logits of 1 GiB; a chunk of 256 tokens has 128 MiB, on 4 devices 32."""
+    model = dataclasses.replace(MODEL, vocab_size=131072)
+    compiled, _ = compile_step((1, 2, 1, 2), 2048, 1, model, loss=LossConfig(chunk=256))
+    logits = 2048 * 131072 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
+    largest = max(math.prod(map(int, dims.split(","))) for dims in _float_shapes(compiled.as_text()))
+    assert largest * 4 <= logits / 16
+
+
+def _float_shapes(text: str) -> set[str]:
+    import re  # noqa: PLC0415
+
+    return set(re.findall(r"f32\[([\d,]+)\]", text))
+
+
+def layer_matrices(model: ModelConfig) -> int:
+    attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    return attention + 3 * model.embed_dim * model.mlp_dim
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), (2, 1, 1, 4), (2, 2, 1, 2)], ids=str)
+def test_traffic_of_weights_and_gradients_is_that_of_the_formula(sizes):
+    """Over g = data * sequence devices, for each weight of n entries on a tensor shard, (g - 1) / g of its bytes:
+    gathered forward and once more where a layer is recomputed; its gradient summed and cut once, in float32."""
+    data, tensor, _, sequence = sizes
+    compiled, mesh = compile_step(sizes, 64)
+    found, group = inspect(compiled, mesh), data * sequence
+    layers = WIDE.num_layers * layer_matrices(WIDE) // tensor
+    tables = 2 * WIDE.vocab_size * WIDE.embed_dim // tensor
+    part = 4 * (group - 1) / group
+    on_weights = [x for x in found.collectives if x.participants == group and (x.axes or ("",))[0] != "tensor"]
+
+    def sent(kind: str) -> float:
+        return sum(x.bytes * x.runs for x in on_weights if x.kind == kind)
+
+    assert sent("all-gather") == part * (2 * layers + tables)
+    assert sent("reduce-scatter") == part * (layers + tables)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 1, 4), (1, 4, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1)], ids=str)
+def test_nothing_runs_on_an_axis_of_size_one(sizes):
+    compiled, mesh = compile_step(sizes, 64, 4)
+    found = inspect(compiled, mesh)
+    assert all(x.participants > 1 for x in found.collectives)
+    if sizes == (1, 1, 1, 1):
+        assert not found.collectives
+    if sizes[3] > 1:  # K and V go round; activations are never gathered along the sequence
+        permutes = [x for x in found.collectives if x.kind == "collective-permute" and x.axes == ("sequence",)]
+        assert permutes
