@@ -10,6 +10,7 @@ from tiny_run import config
 
 from models import config as model_config
 from train import config as train_config
+from train.checks import validate
 from train.config import (
     CheckpointConfig,
     DataConfig,
@@ -20,7 +21,6 @@ from train.config import (
     differing_fields,
     nearest,
     to_json,
-    validate,
 )
 
 REPLACE = dataclasses.replace

@@ -12,7 +12,7 @@ from flax import nnx
 from models import Transformer
 from ring_jax.planner import HARDWARE
 from train import cli
-from train.config import validate
+from train.checks import validate
 from train.flops import num_params
 from train.memory import estimate_memory
 

@@ -10,7 +10,8 @@ import pytest
 from tiny_run import config
 
 from train import cli
-from train.config import WatchConfig, validate
+from train.checks import validate
+from train.config import WatchConfig
 from train.profiling import Profiler, parse_steps, problems
 
 

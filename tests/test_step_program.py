@@ -68,7 +68,7 @@ def test_the_logits_of_a_large_vocabulary_never_appear():
 
 
 def _float_shapes(text: str) -> set[str]:
-    import re  # noqa: PLC0415
+    import re
 
     return set(re.findall(r"f32\[([\d,]+)\]", text))
 

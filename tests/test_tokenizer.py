@@ -10,7 +10,8 @@ from documents import write_folder
 from tiny_run import config as tiny_config
 
 from train import cli
-from train.config import DataConfig, validate
+from train.checks import validate
+from train.config import DataConfig
 from train.data import batches, load_corpus
 from train.text import read_standard_library
 from train.tokenizer import load_tokenizer, size_problem, train_tokenizer

@@ -17,7 +17,8 @@ import tyro
 from rich.console import Console
 
 from train import distributed, platform
-from train.config import DataConfig, TrainConfig, nearest, validate
+from train.checks import validate
+from train.config import DataConfig, TrainConfig, nearest
 from train.errors import SaveError
 
 COMMANDS = (

@@ -5,7 +5,6 @@ is a sequence of steps, and between two steps its whole state is a `Progress`, w
 run that was killed and resumed writes the same losses, to the bit, as one that never stopped (on the same mesh).
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -21,15 +20,23 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from ring_jax import make_mesh
-from train import checkpoint, distributed, metrics, page, report, rollback
+from train import checkpoint, distributed, metrics, page, report
 from train.bigram import bigram_bits_per_byte
 from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import Corpus, batches, held_out_batches, load_corpus, local_data_indices
-from train.errors import SaveError
-from train.pipeline import layer_order
 from train.plots import save_loss_plot
 from train.positions import PositionCurve
 from train.prefetch import Prefetch
+from train.resume import (
+    Progress,
+    Run,
+    check_run_dir,
+    check_saved,
+    go_back,
+    make_meta,
+    report_failure,
+    restore,
+)
 from train.sample import choose_prompt, continue_text
 from train.signals import StopRequest
 from train.state import TrainState, reorder_layers, schedule_order
@@ -40,38 +47,14 @@ _BATCHES_AHEAD = 2
 _BASELINE_TOKENS = 2**26
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run that can start: its configuration is valid, its text is read, its directory is free or can be continued."""
-
-    config: TrainConfig
-    run_dir: pathlib.Path
-    corpus: Corpus
-    resume_command: str
-    """What continues this run after it was stopped."""
-    notes: list[str]
-    """What the user should know about how the configuration was read."""
-
-
-@dataclasses.dataclass
-class Progress:
-    """The whole state between two steps."""
-
-    state: Any
-    """A `TrainState`; None while another is restored in its place."""
-    step: int
-    data_state: Any
-    """State of the data iterator after the batch of `step`."""
-
-
 def prepare(config: TrainConfig, *, resume_command: str) -> Run:
-    """Everything that can be checked without device work; `train.config.validate` comes before.
+    """Everything that can be checked without device work; `train.checks.validate` comes before.
 
     Raises:
       ValueError: the run directory, the text or the checkpoint does not fit the configuration.
     """
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
-    _check_run_dir(run_dir, resume=config.resume)
+    check_run_dir(run_dir, resume=config.resume)
     notes = []
     if clamp_warmup(config) != config:
         notes.append(
@@ -131,7 +114,7 @@ def train(run: Run, console: Console) -> int:
         num_data=shape.data,
     )
     if config.resume:
-        progress = _restore(run, store, abstract, console)
+        progress = restore(run, store, abstract, console)
         data.set_state(progress.data_state)
     else:
         progress = Progress(state=init_state(config, mesh), step=0, data_state=data.get_state())
@@ -158,9 +141,9 @@ def train(run: Run, console: Console) -> int:
         if held_out_loss is None and not stop.requested:  # resumed after its last step
             with watch.phase("evaluate"):
                 held_out_loss = evaluate(progress.state, None)
-        _report_failure(console, store.close())
+        report_failure(console, store.close())
         if held_out_loss is None:
-            _check_saved(store)
+            check_saved(store)
             console.print(
                 f"stopped after step {progress.step} of {config.num_steps}, saved in {store.folder}\n"
                 f"continue with: {run.resume_command}"
@@ -170,7 +153,7 @@ def train(run: Run, console: Console) -> int:
         # -------------------------------------------------------------- what came out
         with watch.phase("finish"):
             _finish(run, console, progress, watch, held_out_loss=held_out_loss, bigram=bigram, num_params=num_params)
-        _check_saved(store)
+        check_saved(store)
     return 0
 
 
@@ -214,7 +197,7 @@ def _run_steps(
             reporter.step(progress.step, row)
             if (first_bad_step := watch.judge(progress.step, row, store.folder)) is not None:
                 with watch.phase("rollback"):
-                    _go_back(progress, first_bad_step, mesh=mesh, run=run, data=data, store=store, log=log, watch=watch)
+                    go_back(progress, first_bad_step, mesh=mesh, run=run, data=data, store=store, log=log, watch=watch)
                 batch = _next_batch(watch, data, config, mesh, progress.step)
                 continue
             if is_last or (config.eval_every and progress.step % config.eval_every == 0):
@@ -231,10 +214,10 @@ def _run_steps(
                 distributed.at("checkpoint", progress.step)
                 loss = row.get("held_out_loss")
                 with watch.phase("checkpoint"):
-                    problem = store.save(progress.state, _meta(run, progress), held_out_loss=loss)
-                _report_failure(console, problem)
+                    problem = store.save(progress.state, make_meta(run, progress), held_out_loss=loss)
+                report_failure(console, problem)
         if progress.step < first_step:
-            _report_failure(console, store.save(progress.state, _meta(run, progress)))
+            report_failure(console, store.save(progress.state, make_meta(run, progress)))
     return held_out_loss if progress.step == config.num_steps else None
 
 
@@ -249,28 +232,6 @@ def _row(config: TrainConfig, measured: dict[str, Any], step_time: float) -> dic
     }
 
 
-def _go_back(
-    progress: Progress,
-    first_bad_step: int,
-    *,
-    mesh: Mesh,
-    run: Run,
-    data: Prefetch,
-    store: checkpoint.CheckpointStore,
-    log: metrics.MetricsLog,
-    watch: Watcher,
-) -> None:
-    """Put `progress`, the data and the metrics back to a checkpoint from before `first_bad_step`."""
-    bad_step = progress.step
-    progress.state = None  # two states may not fit into memory
-    progress.state, meta, _ = rollback.restore_before(store, abstract_state(run.config, mesh), first_bad_step)
-    progress.state = in_this_order(run.config, progress.state, meta)
-    progress.step, progress.data_state = meta.step, meta.data_state
-    data.set_state(meta.data_state)
-    log.rewind(meta.step)
-    watch.went_back(first_bad_step, bad_step, meta.step)
-
-
 def _next_batch(watch: Watcher, data: Prefetch, config: TrainConfig, mesh: Mesh, step: int) -> Any:
     distributed.at("next batch", step)
     batch = watch.fetch(data)
@@ -280,20 +241,6 @@ def _next_batch(watch: Watcher, data: Prefetch, config: TrainConfig, mesh: Mesh,
 
 def _open_log(run: Run, first_step: int) -> Any:
     return metrics.MetricsLog(run.run_dir, first_step=first_step) if distributed.is_main() else distributed.Silent()
-
-
-def _report_failure(console: Console, problem: str | None) -> None:
-    if problem:
-        console.print(f"{problem}; the run goes on and tries again at the next checkpoint")
-
-
-def _check_saved(store: checkpoint.CheckpointStore) -> None:
-    if store.failure:
-        newest = max((int(path.name) for path in store.folder.iterdir() if path.name.isdigit()), default="none")
-        raise SaveError(
-            f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
-            f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"
-        )
 
 
 def _fingerprint(run: Run) -> dict[str, Any]:
@@ -335,54 +282,6 @@ def _make_evaluate(
         return total / count
 
     return evaluate
-
-
-def _check_run_dir(run_dir: pathlib.Path, *, resume: bool) -> None:
-    """A new run needs a free directory, a continued one needs its own."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={str(run_dir)!r} is a file; name a folder with --run-dir")
-    used = run_dir.is_dir() and any(run_dir.iterdir())
-    if used and not resume:
-        raise ValueError(
-            f"run_dir={str(run_dir)!r} already holds a run; continue it with --resume, choose another --run-dir, "
-            "or delete the folder"
-        )
-    if resume and not (run_dir / checkpoint.CHECKPOINT_FOLDER).is_dir():
-        state = "holds no checkpoints" if run_dir.is_dir() else "does not exist"
-        raise ValueError(
-            f"--resume: run_dir={str(run_dir)!r} {state}, so there is nothing to continue; correct --run-dir, or start "
-            "without --resume"
-        )
-
-
-def _restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, console: Console) -> Progress:
-    """The last complete checkpoint, and the metrics as they were when it was written."""
-    state, meta, skipped = store.restore(abstract)
-    for line in skipped:
-        console.print(f"checkpoint {line}; moved to {run.run_dir / checkpoint.SET_ASIDE_FOLDER}")
-    console.print(f"continuing after step {meta.step}, from {store.folder / str(meta.step)}")
-    if distributed.is_main() and (dropped := metrics.drop_rows_after(run.run_dir, meta.step)):
-        console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {meta.step}: these steps run again")
-    return Progress(state=in_this_order(run.config, state, meta), step=meta.step, data_state=meta.data_state)
-
-
-def in_this_order(config: TrainConfig, state: TrainState, meta: checkpoint.Meta) -> TrainState:
-    """A restored state with its layers stacked as this run's pipeline wants them, whatever that of the saver was."""
-    saved = layer_order(config.model.num_layers, meta.config["mesh"]["pipeline"], meta.config.get("repeats", 1))
-    wanted = schedule_order(config)
-    if (saved == wanted).all():
-        return state
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(lambda state: reorder_layers(state, saved, wanted), out_shardings=shardings, donate_argnums=0)(state)
-
-
-def _meta(run: Run, progress: Progress) -> checkpoint.Meta:
-    return checkpoint.Meta(
-        step=progress.step,
-        data_state=progress.data_state,
-        config=to_json(run.config),
-        text_fingerprint=run.corpus.fingerprint,
-    )
 
 
 def _check_finite(loss: float, step: int, checkpoints: pathlib.Path) -> None:

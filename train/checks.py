@@ -1,0 +1,226 @@
+"""The one place where the fields of a configuration are checked together.
+
+What always holds: a `TrainConfig` that `validate` lets pass can be trained on the mesh it names. Everything that a
+user can get wrong is reported before any device is touched, all problems at once, each with its value, its rule and
+the fix.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, get_args
+
+from models.sharding import check_divisibility
+from ring_jax.layouts import LAYOUTS, required_multiple
+from train import profiling
+from train.config import (
+    MESH_AXES,
+    ClusterKind,
+    DataConfig,
+    LongDocuments,
+    MeshConfig,
+    OnError,
+    OptimizerName,
+    Platform,
+    TrainConfig,
+    nearest,
+)
+from train.tokenizer import load_tokenizer, size_problem
+
+
+def validate(config: TrainConfig, num_devices: int, *, device_kind: str = "") -> None:
+    """Check the fields against each other and against the devices.
+
+    Args:
+      config: the resolved configuration.
+      num_devices: devices that there are; the mesh must use all of them.
+      device_kind: their name, for the message.
+
+    Raises:
+      ValueError: lists every problem, each with its value, its rule and the fix.
+    """
+    problems = [
+        *_check_numbers(config),
+        *_check_names(config),
+        *_check_mesh(config.mesh, num_devices, device_kind),
+        *_check_rows(config),
+        *_check_sources(config.data),
+        *_check_model(config),
+        *profiling.problems(config.watch.profile, config.num_steps),
+    ]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ValueError("\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]))
+
+
+# Name of a field -> (rule in words, the rule, a value that keeps it). Numbers of the model: `ModelConfig.problems`.
+_COUNT = ("at least 1", lambda value: value >= 1, "1")
+_POSITIVE = ("greater than 0 and finite", lambda value: 0 < value < math.inf)
+_NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    **{f"mesh.{axis}": _COUNT for axis in MESH_AXES},
+    "model.rope_theta": (*_POSITIVE, "10000"),
+    "model.norm_eps": (*_POSITIVE, "1e-6"),
+    "data.seq_len": _COUNT,
+    "data.batch_size": _COUNT,
+    "data.held_out_fraction": ("between 0 and 1", lambda value: 0 < value < 1, "0.05"),
+    "optimizer.learning_rate": (*_POSITIVE, "1e-3"),
+    "optimizer.min_learning_rate_ratio": ("between 0 and 1", lambda value: 0 <= value <= 1, "0.1"),
+    "optimizer.warmup_steps": ("at least 0", lambda value: value >= 0, "0"),
+    "optimizer.b1": ("at least 0 and less than 1", lambda value: 0 <= value < 1, "0.9"),
+    "optimizer.b2": ("at least 0 and less than 1", lambda value: 0 <= value < 1, "0.95"),
+    "optimizer.eps": (*_POSITIVE, "1e-8"),
+    "optimizer.weight_decay": ("at least 0 and finite", lambda value: 0 <= value < math.inf, "0.1"),
+    "optimizer.clip_norm": (*_POSITIVE, "1.0"),
+    "checkpoint.every": _COUNT,
+    "checkpoint.keep": _COUNT,
+    "watch.spike_z": ("greater than 0", lambda value: value > 0, "8"),
+    "watch.stall_factor": ("greater than 1", lambda value: value > 1, "20"),
+    "watch.max_skipped_in_a_row": _COUNT,
+    "watch.max_rollbacks": _COUNT,
+    "checkpoint.keep_best": ("at least 0", lambda value: value >= 0, "1"),
+    "distributed.start_timeout": _COUNT,
+    "distributed.heartbeat_timeout": ("at least 2", lambda value: value >= 2, "60"),
+    "distributed.stall_timeout": ("at least 2", lambda value: value >= 2, "1800"),
+    "num_microbatches": _COUNT,
+    "repeats": _COUNT,
+    "accumulate": _COUNT,
+    "loss.chunk": _COUNT,
+    "loss.label_smoothing": ("at least 0 and less than 1", lambda value: 0 <= value < 1, "0.1"),
+    "loss.z_loss": ("at least 0 and finite", lambda value: 0 <= value < math.inf, "1e-4"),
+    "loss.mtp_weight": ("at least 0 and finite", lambda value: 0 <= value < math.inf, "0.3"),
+    "num_steps": _COUNT,
+    "seed": ("at least 0 and less than 2**32", lambda value: 0 <= value < 2**32, "0"),
+    "eval_every": ("at least 0 (0: only at the end)", lambda value: value >= 0, "0"),
+    "eval_batches": _COUNT,
+}
+
+
+def _check_numbers(config: TrainConfig) -> list[str]:
+    """Every number on its own."""
+    problems = []
+    for name, (rule, holds, example) in _NUMBERS.items():
+        value = operator.attrgetter(name)(config)
+        if not holds(value):
+            flag = name.removeprefix("watch.").replace("_", "-")
+            problems.append(f"{name}={value} must be {rule}; for example --{flag} {example}")
+    return problems
+
+
+def _check_names(config: TrainConfig) -> list[str]:
+    """Names out of a fixed list: the command line checks its own, a config file arrives here."""
+    choices = {
+        "layout": LAYOUTS,
+        "optimizer.name": get_args(OptimizerName.__value__),
+        "platform": get_args(Platform.__value__),
+        "data.long_documents": get_args(LongDocuments.__value__),
+        "data.on_error": get_args(OnError.__value__),
+        "distributed.cluster": get_args(ClusterKind.__value__),
+    }
+    problems = []
+    for name, known in choices.items():
+        value = operator.attrgetter(name)(config)
+        if value not in known:
+            problems.append(f"{name}={value!r} must be one of {', '.join(known)}{nearest(str(value), known)}")
+    return problems
+
+
+def _check_mesh(mesh: MeshConfig, num_devices: int, device_kind: str) -> list[str]:
+    """The mesh uses every device."""
+    if min(mesh.sizes().values()) < 1 or mesh.num_devices == num_devices:
+        return []
+    kind = f" ({device_kind})" if device_kind else ""
+    return [
+        f"mesh {mesh} = {mesh.num_devices} devices must use exactly the {num_devices} devices that there are{kind}; "
+        f"change the --mesh.* sizes so that their product is {num_devices}, or add --platform cpu, which simulates "
+        f"{mesh.num_devices}"
+    ]
+
+
+def _check_rows(config: TrainConfig) -> list[str]:
+    """Rows over the data axis and microbatches, tokens over the sequence axis."""
+    problems = []
+    rows, data, pieces = config.data.batch_size, config.mesh.data, config.num_microbatches
+    accumulate, tensor = config.accumulate, config.mesh.tensor
+    if min(rows, data, pieces, accumulate) >= 1 and rows % (data * pieces * accumulate):
+        more = f" x accumulate={accumulate}" if accumulate > 1 else ""
+        problems.append(
+            f"data.batch_size={rows} must be divisible by mesh.data={data} x num_microbatches={pieces}{more}; "
+            f"use --data.batch-size {_round_up(rows, data * pieces * accumulate)}"
+        )
+    seq_len, sequence = config.data.seq_len, config.mesh.sequence
+    if min(seq_len, sequence) >= 1 and config.layout in LAYOUTS:
+        multiple = required_multiple(config.layout, sequence)
+        if seq_len % multiple:
+            problems.append(
+                f"data.seq_len={seq_len} must be divisible by {multiple} (layout {config.layout!r} with "
+                f"mesh.sequence={sequence}); use --data.seq-len {_round_up(seq_len, multiple)}"
+            )
+        elif tensor >= 1 and (seq_len // sequence) % tensor:
+            every = math.lcm(multiple, sequence * tensor)
+            problems.append(
+                f"data.seq_len={seq_len} must be divisible by mesh.sequence={sequence} x mesh.tensor={tensor}, because "
+                f"tensor shards share the tokens between blocks; use --data.seq-len {_round_up(seq_len, every)}"
+            )
+    return problems + _check_repeats(config)
+
+
+def _check_repeats(config: TrainConfig) -> list[str]:
+    """The circular schedule: layers in equal groups, microbatches in groups of as many as there are stages."""
+    stages, repeats, layers = config.mesh.pipeline, config.repeats, config.model.num_layers
+    if min(stages, repeats, layers, config.num_microbatches) < 1 or repeats == 1:
+        return []
+    problems = []
+    if stages == 1:
+        problems.append(f"repeats={repeats} needs a pipeline; use --repeats 1, or mesh.pipeline of 2 or more")
+    elif layers % (stages * repeats):
+        fits = max(n for n in range(1, repeats + 1) if layers % (stages * n) == 0 or n == 1)
+        problems.append(
+            f"model.num_layers={layers} must be divisible by mesh.pipeline={stages} x repeats={repeats}; use "
+            f"--repeats {fits}, or --model.num-layers {_round_up(layers, stages * repeats)}"
+        )
+    elif (layers // (stages * repeats)) % max(1, len(config.model.windows)):
+        problems.append(
+            f"model.windows has {len(config.model.windows)} entries, which must divide the "
+            f"{layers // (stages * repeats)} layers of a group; use fewer repeats"
+        )
+    if stages > 1 and config.num_microbatches % stages:
+        problems.append(
+            f"num_microbatches={config.num_microbatches} must be divisible by mesh.pipeline={stages} where repeats is "
+            f"more than 1; use --num-microbatches {_round_up(config.num_microbatches, stages)}"
+        )
+    return problems
+
+
+def _check_sources(data: DataConfig) -> list[str]:
+    """Sources, where there are several."""
+    problems = []
+    if data.sources and data.path is not None:
+        problems.append(
+            f"data.path={data.path!r} must be left out where data.sources names {len(data.sources)} sources; add it to "
+            "them, or take them out"
+        )
+    for index, source in enumerate(data.sources):
+        if not 0 < source.weight < math.inf:
+            problems.append(
+                f"data.sources.{index}.weight={source.weight} must be greater than 0 and finite; take the source "
+                f"({source.path}) out if it is not to be read"
+            )
+    return problems
+
+
+def _check_model(config: TrainConfig) -> list[str]:
+    """The model's own sizes; heads, MLP columns and layers over the tensor and pipeline axes; every token has an id."""
+    sizes = config.mesh.sizes()
+    problems = check_divisibility(config.model, sizes if min(sizes.values()) >= 1 else {})
+    if config.model.vocab_size >= 1:
+        try:
+            size = load_tokenizer(config.data.tokenizer, config.data.end_token).size
+        except ValueError as error:
+            return [*problems, str(error)]
+        if problem := size_problem(config.data.tokenizer, size, config.model.vocab_size):
+            problems.append(problem)
+    return problems
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

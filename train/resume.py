@@ -1,0 +1,130 @@
+"""What a run was when it stopped, and how it goes on: from its last checkpoint, or back from trouble.
+
+What always holds: between two steps the whole state of a run is a `Progress`, and a checkpoint holds one.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from train import checkpoint, distributed, metrics, rollback
+from train.config import TrainConfig, to_json
+from train.data import Corpus
+from train.errors import SaveError
+from train.pipeline import layer_order
+from train.prefetch import Prefetch
+from train.state import TrainState, reorder_layers, schedule_order
+from train.step import abstract_state
+from train.watch import Watcher
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that can start: its configuration is valid, its text is read, its directory is free or can be continued."""
+
+    config: TrainConfig
+    run_dir: pathlib.Path
+    corpus: Corpus
+    resume_command: str
+    """What continues this run after it was stopped."""
+    notes: list[str]
+    """What the user should know about how the configuration was read."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """The whole state between two steps."""
+
+    state: Any
+    """A `TrainState`; None while another is restored in its place."""
+    step: int
+    data_state: Any
+    """State of the data iterator after the batch of `step`."""
+
+
+def check_run_dir(run_dir: pathlib.Path, *, resume: bool) -> None:
+    """A new run needs a free directory, a continued one needs its own."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={str(run_dir)!r} is a file; name a folder with --run-dir")
+    used = run_dir.is_dir() and any(run_dir.iterdir())
+    if used and not resume:
+        raise ValueError(
+            f"run_dir={str(run_dir)!r} already holds a run; continue it with --resume, choose another --run-dir, "
+            "or delete the folder"
+        )
+    if resume and not (run_dir / checkpoint.CHECKPOINT_FOLDER).is_dir():
+        state = "holds no checkpoints" if run_dir.is_dir() else "does not exist"
+        raise ValueError(
+            f"--resume: run_dir={str(run_dir)!r} {state}, so there is nothing to continue; correct --run-dir, or start "
+            "without --resume"
+        )
+
+
+def restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, console: Console) -> Progress:
+    """The last complete checkpoint, and the metrics as they were when it was written."""
+    state, meta, skipped = store.restore(abstract)
+    for line in skipped:
+        console.print(f"checkpoint {line}; moved to {run.run_dir / checkpoint.SET_ASIDE_FOLDER}")
+    console.print(f"continuing after step {meta.step}, from {store.folder / str(meta.step)}")
+    if distributed.is_main() and (dropped := metrics.drop_rows_after(run.run_dir, meta.step)):
+        console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {meta.step}: these steps run again")
+    return Progress(state=in_this_order(run.config, state, meta), step=meta.step, data_state=meta.data_state)
+
+
+def in_this_order(config: TrainConfig, state: TrainState, meta: checkpoint.Meta) -> TrainState:
+    """A restored state with its layers stacked as this run's pipeline wants them, whatever that of the saver was."""
+    saved = layer_order(config.model.num_layers, meta.config["mesh"]["pipeline"], meta.config.get("repeats", 1))
+    wanted = schedule_order(config)
+    if (saved == wanted).all():
+        return state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(lambda state: reorder_layers(state, saved, wanted), out_shardings=shardings, donate_argnums=0)(state)
+
+
+def go_back(
+    progress: Progress,
+    first_bad_step: int,
+    *,
+    mesh: Mesh,
+    run: Run,
+    data: Prefetch,
+    store: checkpoint.CheckpointStore,
+    log: metrics.MetricsLog,
+    watch: Watcher,
+) -> None:
+    """Put `progress`, the data and the metrics back to a checkpoint from before `first_bad_step`."""
+    bad_step = progress.step
+    progress.state = None  # two states may not fit into memory
+    progress.state, meta, _ = rollback.restore_before(store, abstract_state(run.config, mesh), first_bad_step)
+    progress.state = in_this_order(run.config, progress.state, meta)
+    progress.step, progress.data_state = meta.step, meta.data_state
+    data.set_state(meta.data_state)
+    log.rewind(meta.step)
+    watch.went_back(first_bad_step, bad_step, meta.step)
+
+
+def make_meta(run: Run, progress: Progress) -> checkpoint.Meta:
+    return checkpoint.Meta(
+        step=progress.step,
+        data_state=progress.data_state,
+        config=to_json(run.config),
+        text_fingerprint=run.corpus.fingerprint,
+    )
+
+
+def check_saved(store: checkpoint.CheckpointStore) -> None:
+    if store.failure:
+        newest = max((int(path.name) for path in store.folder.iterdir() if path.name.isdigit()), default="none")
+        raise SaveError(
+            f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
+            f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"
+        )
+
+
+def report_failure(console: Console, problem: str | None) -> None:
+    if problem:
+        console.print(f"{problem}; the run goes on and tries again at the next checkpoint")
