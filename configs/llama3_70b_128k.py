@@ -1,11 +1,11 @@
 """Llama 3.1 70B on rows of 131,072 tokens.
 
 Hardware: 256 v5p chips (v5p-512) or 256 H200 in 32 hosts (mesh data 4, tensor 8, sequence 8).
-Estimated memory (from sizes, by `train.memory`, not measured): about 11.8 GB on each device, with weights and optimizer
+Estimated memory (from sizes, by `train.memory`, not measured): about 11.6 GB on each device, with weights and optimizer
 state cut over all four axes.
 Parameters: 70.6 billion. Tokens: 1,048,576 a step, 8 rows.
 
-    python -m train run configs/llama3_70b_128k.py --data.path TEXT
+    python -m train run configs/llama3_70b_128k.py --data.path TEXT --data.tokenizer T.json
 """
 
 from models.config import ModelConfig

@@ -23,9 +23,14 @@ GATHERED = "gathered weight"
 """Name of gathered weights for rematerialization: they are never kept for the backward pass."""
 
 
+def weight_axes() -> tuple[str, ...]:
+    """The axes that cut weights here."""
+    return tuple(axis for axis in WEIGHT_AXES if manual.axis_is_manual(axis))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(weight: Array, axis: int, dtype: jnp.dtype) -> Array:
-    return lax.all_gather(weight.astype(dtype), WEIGHT_AXES, axis=axis, tiled=True)
+    return lax.all_gather(weight.astype(dtype), weight_axes(), axis=axis, tiled=True)
 
 
 def _gather_forward(weight: Array, axis: int, dtype: jnp.dtype) -> tuple[Array, None]:
@@ -33,7 +38,7 @@ def _gather_forward(weight: Array, axis: int, dtype: jnp.dtype) -> tuple[Array, 
 
 
 def _gather_backward(axis: int, dtype: jnp.dtype, _: None, cotangent: Array) -> tuple[Array]:
-    return (lax.psum_scatter(cotangent.astype(jnp.float32), WEIGHT_AXES, scatter_dimension=axis, tiled=True),)
+    return (lax.psum_scatter(cotangent.astype(jnp.float32), weight_axes(), scatter_dimension=axis, tiled=True),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -102,11 +102,12 @@ class Transformer(nnx.Module):
         """
         config = self.config
         like = jnp.zeros((), config.compute_dtype)
-        table = gather_weight(self.embedding[...], -1, config.embed_dim, like)
+        # In float32 once more: the gradient of a row is a sum over all its tokens, which bfloat16 would lose.
+        table = gather_weight(self.embedding[...], -1, config.embed_dim, like).astype(jnp.float32)
         first, axes = vocab_shard(table.shape[0], config.vocab_size)
         rows = jnp.take(table, tokens - first, axis=0, mode="fill", fill_value=0)
         # Negative indices count from the end.
-        rows = jnp.where(((tokens >= first) & (tokens < first + table.shape[0]))[..., None], rows, 0)
+        rows = jnp.where(((tokens >= first) & (tokens < first + table.shape[0]))[..., None], rows, 0).astype(like.dtype)
         if RULES.layers in axes:
             rows = lax.psum(rows, RULES.layers)
         known = (tokens >= 0) & (tokens < config.vocab_size)

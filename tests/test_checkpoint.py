@@ -266,7 +266,8 @@ def test_a_full_disk_costs_one_checkpoint_and_keeps_those_before(tmp_path):
         assert problem.startswith("checkpoint of step 3 not written: ")
         assert "File too large" in problem
         assert store.failure == problem
-        assert folders(tmp_path) == ["1", "2"]
+        # A thread of orbax may still write into what failed; that goes with the next success.
+        assert [name for name in folders(tmp_path) if name.isdigit()] == ["1", "2"]
     assert store.save(state, meta(4)) is None
     assert store.close() is None
     assert (store.failure, store.num_failures) == (None, 1)

@@ -16,6 +16,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 from tiny_run import config, write_text
@@ -70,7 +71,8 @@ def fake_step(outcome):
 
     def step(state, batch):
         loss, skipped = outcome(float(np.float32(loss_of(batch["tokens"]))))
-        measured = {"loss": loss, "grad_norm": 1.0, "lr": 0.1} | ({} if skipped is None else {"skipped": skipped})
+        measured = {"loss": loss, "grad_norm": 1.0, "param_norm": optax.tree.norm(state.params), "lr": 0.1}
+        measured |= {} if skipped is None else {"skipped": skipped}
         return count(state), {name: jnp.float32(value) for name, value in measured.items()}
 
     return lambda *_: step
@@ -286,9 +288,8 @@ def test_measures_of_a_step(text, tmp_path):
     assert (names.count("train"), names.count("data")) == (2, 2)
 
 
-def test_a_norm_that_the_step_gives_is_taken(text, tmp_path):
+def test_the_devices_are_named(text, tmp_path):
     watcher = watch.Watcher(tiny(text, tmp_path), tmp_path, mesh=make_mesh(sequence=2), step=0, say=print)
-    assert watcher.with_norms({"param_norm": jnp.float32(3)}, None) == {"param_norm": 3}
     assert watcher.devices == "2 x cpu"
 
 

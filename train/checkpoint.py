@@ -41,7 +41,7 @@ _WRITE_TIMEOUT = 900
 # What cannot change between save and resume: what was learned, and which text comes next. The rest can (the mesh, the
 # layout, microbatches, rematerialization, the learning rate, the number of steps): it alters how the next steps go.
 _FIXED = ("model.", "data.", "seed", "optimizer.name")
-_FREE = ("model.remat", "model.compute_dtype", "data.cache", "data.on_error")
+_FREE = ("model.remat", "model.compute_dtype", "model.strategy", "model.mlp_chunk", "data.cache", "data.on_error")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -212,6 +212,12 @@ def _check_model(config: TrainConfig) -> list[str]:
     """The model's own sizes; heads, MLP columns and layers over the tensor and pipeline axes; every token has an id."""
     sizes = config.mesh.sizes()
     problems = check_divisibility(config.model, sizes if min(sizes.values()) >= 1 else {})
+    heads, tensor, sequence = config.model.num_heads, config.mesh.tensor, config.mesh.sequence
+    if config.model.strategy == "ulysses" and min(heads, tensor, sequence) >= 1 and (heads // tensor) % sequence:
+        problems.append(
+            f"model.strategy='ulysses' exchanges heads for sequence, so the {heads // tensor} query heads of a tensor "
+            f"shard must be divisible by mesh.sequence={sequence}; use --model.strategy usp or ring"
+        )
     if config.model.vocab_size >= 1:
         try:
             size = load_tokenizer(config.data.tokenizer, config.data.end_token).size

@@ -55,11 +55,19 @@ def count_batch(segment_ids: np.ndarray, *, window: int | None = None) -> BatchC
     return BatchCounts(int(sizes.sum()), rows * length, int(pairs.sum()))
 
 
+def count_for(model: ModelConfig, segment_ids: np.ndarray) -> BatchCounts:
+    """`count_batch` with the mean of the pairs over the layers' windows."""
+    windows = model.windows or (None,)
+    counts = [count_batch(segment_ids, window=window) for window in windows]
+    return counts[0]._replace(num_pairs=round(sum(count.num_pairs for count in counts) / len(windows)))
+
+
 def matmul_params(model: ModelConfig) -> int:
     """Parameters that every token is multiplied with: the layers' matrices and the head, not the embedding table."""
     attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     mlp = 3 * model.embed_dim * model.mlp_dim
-    return model.num_layers * (attention + mlp) + model.embed_dim * model.vocab_size
+    further = (model.mtp_depth - 1) * model.embed_dim * (model.embed_dim + model.vocab_size)
+    return model.num_layers * (attention + mlp) + model.embed_dim * model.vocab_size + further
 
 
 def num_params(model: ModelConfig) -> int:
@@ -81,7 +89,8 @@ def num_params(model: ModelConfig) -> int:
     """
     table = 0 if model.tie_embeddings else model.embed_dim * model.vocab_size
     norms = (2 * model.num_layers + 1) * model.embed_dim
-    return matmul_params(model) + table + norms
+    shared = (model.mtp_depth - 1) * model.embed_dim * model.vocab_size  # the head, once for each token ahead
+    return matmul_params(model) - shared + table + norms
 
 
 def model_flops(model: ModelConfig, counts: BatchCounts) -> float:

@@ -44,6 +44,7 @@ from train.step import abstract_state, init_state, make_eval_step, make_train_st
 from train.watch import Watcher
 
 _BATCHES_AHEAD = 2
+_LARGEST_SAMPLED = 2_000_000_000
 _BASELINE_TOKENS = 2**26
 
 
@@ -127,21 +128,27 @@ def train(run: Run, console: Console) -> int:
     watch = Watcher(config, run.run_dir, mesh=mesh, step=progress.step, say=console.print, writes=writes)
     with StopRequest(share) as stop, watch, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
         evaluate = _make_evaluate(config, mesh, corpus, stop, watch.curve)
-        held_out_loss = _run_steps(
-            run,
-            progress,
-            mesh=mesh,
-            data=ahead,
-            store=store,
-            evaluate=evaluate,
-            stop=stop,
-            watch=watch,
-            console=console,
-        )
+        try:
+            held_out_loss = _run_steps(
+                run,
+                progress,
+                mesh=mesh,
+                data=ahead,
+                store=store,
+                evaluate=evaluate,
+                stop=stop,
+                watch=watch,
+                console=console,
+            )
+        except FloatingPointError:  # raised on all processes alike
+            report_failure(console, store.close())  # what was saved before is worth keeping
+            raise
         if held_out_loss is None and not stop.requested:  # resumed after its last step
             with watch.phase("evaluate"):
                 held_out_loss = evaluate(progress.state, None)
-        report_failure(console, store.close())
+        with watch.phase("checkpoint"):
+            problem = store.close()
+        report_failure(console, problem)
         if held_out_loss is None:
             check_saved(store)
             console.print(
@@ -183,7 +190,6 @@ def _run_steps(
             started = time.perf_counter()
             distributed.at("train step", progress.step + 1)
             progress.state, measured = train_step(progress.state, batch)
-            measured = watch.with_norms(measured, progress.state.params)
             progress.data_state = data.get_state()
             batch = _next_batch(watch, data, config, mesh, progress.step + 1)  # while the devices work
             distributed.at("waiting for the step's result", progress.step + 1)
@@ -195,7 +201,7 @@ def _run_steps(
             is_last = progress.step == config.num_steps
             row = _row(config, measured, step_time) | watch.end(progress.step, measured, step_time)
             reporter.step(progress.step, row)
-            if (first_bad_step := watch.judge(progress.step, row, store.folder)) is not None:
+            if (first_bad_step := watch.judge(progress.step, row, store.folder, settle=store.settle)) is not None:
                 with watch.phase("rollback"):
                     go_back(progress, first_bad_step, mesh=mesh, run=run, data=data, store=store, log=log, watch=watch)
                 batch = _next_batch(watch, data, config, mesh, progress.step)
@@ -302,9 +308,9 @@ def _finish(
     bigram: float,
     num_params: int,
 ) -> None:
-    """Score, picture, sample, `summary.json`, `report.html`."""
-    distributed.at("sample and summary", progress.step)
-    params = distributed.to_host(progress.state.params)
+    """Score, picture, `summary.json`, `report.html`; at last a sample, where one device can hold the parameters."""
+    distributed.at("summary and sample", progress.step)
+    params = distributed.to_host(progress.state.params) if num_params <= _LARGEST_SAMPLED else None
     if not distributed.is_main():
         return
     rows = metrics.read_rows(run.run_dir)
@@ -321,10 +327,11 @@ def _finish(
         "num_params": num_params,
         **watch.summary(rows),
     }
-    decode = run.corpus.tokenizer.decode
-    prompt = choose_prompt(run.corpus.held_out)
-    params = reorder_layers(params, schedule_order(run.config), np.arange(run.config.model.num_layers))
-    continuation = continue_text(params, prompt, seed=run.config.seed)
-    report.sum_up(console, summary, prompt=decode(prompt), continuation=decode(continuation), run_dir=run.run_dir)
     metrics.write_json(run.run_dir / "summary.json", summary)
     page.save_report(run.run_dir, run.config, rows, summary, devices=watch.devices)
+    decode, prompt = run.corpus.tokenizer.decode, choose_prompt(run.corpus.held_out)
+    continuation = f"(no sample: {num_params:,} parameters are not gathered on one device)"
+    if params is not None:
+        params = reorder_layers(params, schedule_order(run.config), np.arange(run.config.model.num_layers))
+        continuation = decode(continue_text(params, prompt, seed=run.config.seed))
+    report.sum_up(console, summary, prompt=decode(prompt), continuation=continuation, run_dir=run.run_dir)

@@ -1,8 +1,7 @@
 """The loss: one global sum over one global count of target tokens.
 
 Invariant: targets were made before the layout permutation, inside a document; -1 means no target. Nothing is averaged
-per shard, so loss and gradients are the same on every mesh, however unevenly the targets fall. A position
-without a target contributes exactly nothing, neither to the sum nor to a gradient, even if its logits are NaN.
+per shard, so loss and gradients are the same on every mesh, however unevenly the targets fall.
 """
 
 from typing import Any, NamedTuple

@@ -14,8 +14,6 @@ from train.config import TrainConfig
 from train.flops import num_params
 
 _STATE_BYTES = {"adamw": 16, "sgd": 8}  # float32: parameter, gradient, and Adam's two moments
-_PREFETCHED_LAYERS = 2
-_LOSS_CHUNK = 1024  # tokens whose logits exist at once
 
 
 class MemoryEstimate(NamedTuple):
@@ -41,16 +39,18 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     state = _STATE_BYTES[config.optimizer.name] * num_params(model) / mesh.num_devices
     rows = config.data.batch_size / mesh.data
     tokens = rows * config.data.seq_len / mesh.sequence
+    tokens /= config.accumulate
     piece = tokens / config.num_microbatches
     heads = model.head_dim * (model.num_heads + model.num_kv_heads)
     layer_params = model.embed_dim * (2 * heads + 3 * model.mlp_dim)
     # Query, key, value, output with their gradients; float32 sums of dQ, dK, dV; gate, up and product with gradients.
     inside = width * (4 * heads + 6 * model.mlp_dim) + 4 * heads
     layer = piece * (inside / mesh.tensor + 2 * width * model.embed_dim)  # inputs gathered over `tensor`, and gradients
-    kept = width * model.embed_dim if model.remat else inside
+    attention = width * model.head_dim * model.num_heads + 4 * model.num_heads  # out and lse
+    kept = {"none": inside, "layer": 0, "attention": attention, "offload": 0}[model.remat] + width * model.embed_dim
     saved = tokens * kept * model.num_layers / mesh.pipeline / mesh.tensor
-    weights = _PREFETCHED_LAYERS * width * layer_params / mesh.tensor
-    logits = 2 * 4 * min(_LOSS_CHUNK, piece) * model.vocab_size / mesh.tensor
+    weights = width * layer_params / mesh.tensor
+    logits = 2 * 4 * min(config.loss.chunk, tokens) * model.vocab_size / mesh.tensor / mesh.pipeline
     return MemoryEstimate(state=state, saved=saved, working=layer + weights + logits)
 
 

@@ -35,12 +35,13 @@ def introduce(
     console.print(table)
 
     data, mesh = config.data, config.mesh
-    rows = data.batch_size // (mesh.data * config.num_microbatches)
+    rows = data.batch_size // (mesh.data * config.num_microbatches * config.accumulate)
+    pieces = f"{config.accumulate} pieces x " if config.accumulate > 1 else ""
     padding = batches(corpus, seq_len=data.seq_len, batch_size=data.batch_size, seed=config.seed).rows.padding_share
     lines = [
         f"parameters: {num_params:,}",
         f"global batch = {data.batch_size:,} rows x {data.seq_len:,} = {config.tokens_per_step:,} tokens",
-        f"  rows: {mesh.data} data x {config.num_microbatches} microbatches x {rows}; "
+        f"  rows: {mesh.data} data x {pieces}{config.num_microbatches} microbatches x {rows}; "
         f"tokens of a row: {mesh.sequence} sequence devices x {data.seq_len // mesh.sequence:,} ({config.layout})",
         *_bubble_lines(config),
         f"{corpus.summary(data.seq_len)}",

@@ -45,6 +45,14 @@ def sum_gradients_over_replicas(params: Transformer, specs: Any) -> Transformer:
     return jax.tree.map(cast, params, specs)
 
 
+def in_pieces(fun: Callable[..., Any], batch: Batch, config: TrainConfig) -> Callable[..., Any]:
+    """The function (params, batch) summed over `accumulate` pieces of the rows, one piece after another."""
+    if config.accumulate == 1:
+        return fun
+    rows = batch["tokens"].shape[0] // config.accumulate
+    return optax.microbatching.microbatch(fun, argnums=1, microbatch_size=rows)
+
+
 def make_train_step(
     config: TrainConfig, mesh: Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
@@ -63,11 +71,7 @@ def make_train_step(
         return sums.objective, sums
 
     def sums_and_grads(params: Transformer, batch: Batch) -> tuple[Sums, Transformer]:
-        """Sums over the rows of all pieces, one piece after another."""
-        fun = jax.value_and_grad(objective, has_aux=True)
-        if config.accumulate > 1:
-            rows = batch["tokens"].shape[0] // config.accumulate
-            fun = optax.microbatching.microbatch(fun, argnums=1, microbatch_size=rows)
+        fun = in_pieces(jax.value_and_grad(objective, has_aux=True), batch, config)
         (_, sums), grads = fun(params, batch)
         return sums, grads
 
@@ -88,7 +92,7 @@ def make_train_step(
             "loss": sums.nats / count,
             "grad_norm": norm,
             "param_norm": optax.tree.norm(params),
-            "lr": jnp.asarray(schedule(state.step), jnp.float32),
+            "lr": jnp.asarray(schedule(_updates_done(state.opt_state)), jnp.float32),
             "num_targets": sums.count,
             "skipped": 1.0 - good,
         }
@@ -103,6 +107,11 @@ def make_train_step(
     )
 
 
+def _updates_done(opt_state: Any) -> Array:
+    """Steps that the schedule has counted: skipped ones are not among them."""
+    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
+
+
 def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Batch], tuple[Array, ...]]:
     """The compiled function (params, batch) -> (loss sum float32, number of targets int32, both by position too).
 
@@ -111,14 +120,10 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
     shardings = state_shardings(config, mesh).params
 
     def local_sums(params: Transformer, batch: Batch) -> tuple[Array, ...]:
-        return evaluation_sums(params, batch, config)
+        return in_pieces(lambda params, batch: evaluation_sums(params, batch, config), batch, config)(params, batch)
 
-    sums = jax.shard_map(
-        local_sums,
-        mesh=mesh,
-        in_specs=(state_specs(config).params, BATCH_SPEC),
-        out_specs=4 * (PartitionSpec(),),
-    )
+    specs = state_specs(config).params, BATCH_SPEC
+    sums = jax.shard_map(local_sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     return jax.jit(sums, in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)))
 
 
@@ -147,7 +152,7 @@ def place_batch(
         if array.ndim != 2 or array.shape[0] % rows:
             raise ValueError(
                 f"batch[{name!r}] has shape {array.shape}; it must be [rows, length] with rows a multiple of "
-                f"mesh.data * num_microbatches * accumulate = {rows}; pad it with rows of segment 0"
+                f"data shards * num_microbatches * accumulate = {rows}; pad it with rows of segment 0"
             )
         layouts.check_length(config.layout, np.shape(array)[1], num_shards)
         permuted = np.asarray(layouts.to_layout(np.asarray(array, np.int32), config.layout, num_shards))

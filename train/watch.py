@@ -2,7 +2,7 @@
 
 What always holds: watching changes nothing about training. With the alarms off or silent, a run gives the same losses
 to the bit; and whether it goes back is decided from the losses and the list of checkpoints, so every process of a run
-decides alike. The loop calls, in this order: `fetch` (a batch ahead), `begin`, `with_norms`, `end`, `judge`, and
+decides alike. The loop calls, in this order: `fetch` (a batch ahead), `begin`, `end`, `judge`, and
 `phase` round everything that is no step.
 """
 
@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
-from jax import Array
 from jax.sharding import Mesh
 
 from train import flops, metrics, rollback
@@ -73,7 +71,6 @@ class Watcher:
             self._say(f"profile={config.watch.profile!r}: these steps are done already, so no trace is written")
         self.curve = PositionCurve(config.data.seq_len)
         """Loss by position of the last evaluation, where the eval step gives it."""
-        self._param_norm = jax.jit(optax.tree.norm)
         self._fetched: _Fetched | None = None
         self._current: _Fetched | None = None
         self._recent: collections.deque[tuple[int, str]] = collections.deque(
@@ -108,7 +105,9 @@ class Watcher:
         with jax.profiler.TraceAnnotation("data"):
             batch, key = self._skips.draw(data)
         self._wait_s = time.perf_counter() - started
-        self._fetched = _Fetched(batch, key, flops.count_batch(batch["segment_ids"]))  # while the devices work
+        self._fetched = _Fetched(
+            batch, key, flops.count_for(self._config.model, batch["segment_ids"])
+        )  # while the devices work
         return batch
 
     def begin(self, step: int) -> None:
@@ -118,10 +117,6 @@ class Watcher:
         self._recent.append((step, self._current.key))
         self._profiler.before(step)
         self._heartbeat.beat("step" if self._num_ended else "compile")
-
-    def with_norms(self, measured: dict[str, Array], params: Any) -> dict[str, Array]:
-        """What the step measured, with `param_norm`: dispatched now, ready together with the step."""
-        return measured if "param_norm" in measured else {**measured, "param_norm": self._param_norm(params)}
 
     def end(self, step: int, measured: Mapping[str, Any], step_time: float) -> dict[str, Any]:
         """Step `step` is done and measured; returns what to add to its row of metrics."""
@@ -148,19 +143,24 @@ class Watcher:
             row["peak_memory_bytes"] = memory
         return row
 
-    def judge(self, step: int, row: Mapping[str, Any], checkpoints: pathlib.Path) -> int | None:
-        """Look at the loss of a step. Returns the first bad step if the run is to return to a checkpoint before it."""
+    def judge(
+        self, step: int, row: Mapping[str, Any], checkpoints: pathlib.Path, *, settle: Callable[[], Any] = lambda: None
+    ) -> int | None:
+        """Look at the loss of a step. Returns the first bad step if the run is to return to a checkpoint before it.
+
+        `settle` waits for a save in flight, so that all processes find the same checkpoints.
+        """
         loss, is_skipped = row["loss"], bool(row["skipped"])
         score = self._spikes.add(step, loss)
         self._in_a_row = 0 if math.isfinite(loss) and not is_skipped else self._in_a_row + 1
         if score is not None:
             text = f"loss {loss:.4f} is {score:.1f} robust deviations above the steps before"
             self._alarms.raise_alarm("loss_spike", step, text, loss=loss, score=score)
-            return self._first_bad_to_return_to(step, step, checkpoints)
+            return self._first_bad_to_return_to(step, step, checkpoints, settle)
         if self._too_many() or (self._in_a_row and not is_skipped):
             what = f"loss={loss} and grad_norm={row['grad_norm']}, {self._in_a_row} steps in a row not finite"
             self._alarms.raise_alarm("not_finite", step, f"{what}; {self._save_batch(step)}")
-            return self._first_bad_to_return_to(step - self._in_a_row + 1, step, checkpoints)
+            return self._first_bad_to_return_to(step - self._in_a_row + 1, step, checkpoints, settle)
         return None
 
     def check_skipped(self, checkpoints: pathlib.Path) -> None:
@@ -201,11 +201,14 @@ class Watcher:
     def _too_many(self) -> bool:
         return self._in_a_row >= self._config.watch.max_skipped_in_a_row
 
-    def _first_bad_to_return_to(self, first_bad: int, step: int, checkpoints: pathlib.Path) -> int | None:
+    def _first_bad_to_return_to(
+        self, first_bad: int, step: int, checkpoints: pathlib.Path, settle: Callable[[], Any]
+    ) -> int | None:
         """`first_bad`, if the configuration asks for returns and one is possible."""
         watch, done = self._config.watch, self._alarms.counts()["rollback"]
         if not watch.rollback:
             return None
+        settle()
         if done >= watch.max_rollbacks:
             self._say(f"no return to a checkpoint: max_rollbacks={watch.max_rollbacks} is reached")
         elif rollback.last_good_step(checkpoints, first_bad) is None:
