@@ -28,9 +28,19 @@ def call(case: Options, mesh, **placed):
     return functools.partial(ring_jax.dot_product_attention, mesh=mesh, **keywords)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "usp"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("ring", AxisType.Auto),
+        ("ring", AxisType.Explicit),
+        ("all_gather", AxisType.Explicit),
+        pytest.param("usp", AxisType.Explicit),
+        pytest.param("all_gather", AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("usp", AxisType.Auto, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_meshes_with_axes_that_share(strategy: str, shape: str, kind: AxisType):
     case = dataclasses.replace(CASE, ring=MESHES[shape][3], num_kv_heads=4, num_heads=12 if strategy == "usp" else 4)
     with jax.set_mesh(make_mesh(MESHES[shape], kind)):

@@ -70,7 +70,7 @@ def test_reference_attention(case: Options):
 
 @pytest.mark.parametrize("strategy", DOMAINS["strategy"])
 @hypothesis.settings(
-    max_examples=5,
+    max_examples=3,
     derandomize=True,
     deadline=None,
     database=None,
