@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import pytest
@@ -83,6 +84,15 @@ def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
 def pytest_timeout_cancel_timer() -> bool:
     faulthandler.cancel_dump_traceback_later()
     return True
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests recorded as `shown`: the workers of xdist have no terminal."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "shown" and report.when == "call":
+                    terminalreporter.write_line(str(value))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -97,7 +97,7 @@ def test_sample_shows_every_value_and_nearly_every_pair():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_sample(part: int, capsys):
+def test_sample(part: int, record_property):
     """All failures of a part are shown, not the first only; and how many calls were verified and refused."""
     results, failures = collections.Counter(), []
     for case in sample(SEED, COUNT)[part::PARTS]:
@@ -107,11 +107,9 @@ def test_sample(part: int, capsys):
             failures.append(f"{case}\n    {type(failure).__name__}: {str(failure)[:500]}")
         jax.clear_caches()
     refused = {reason: count for reason, count in results.items() if reason != "verified"}
-    with capsys.disabled():
-        counts = f"{results['verified']} verified, {sum(refused.values())} refused, {len(failures)} failed"
-        print(f"\nsample seed={SEED} count={COUNT} part {part + 1}/{PARTS}: {counts}")
-        for reason, count in refused.items():
-            print(f"  {count} x {reason}")
+    counts = f"{results['verified']} verified, {sum(refused.values())} refused, {len(failures)} failed"
+    reasons = "".join(f"\n  {count} x {reason}" for reason, count in refused.items())
+    record_property("shown", f"sample seed={SEED} count={COUNT} part {part + 1}/{PARTS}: {counts}{reasons}")
     assert not failures, "\n".join(failures)
     assert results["verified"] >= 2 * sum(refused.values()), "too much is refused for the sample to say anything"
 
