@@ -6,7 +6,7 @@
                column-parallel matmul, summed and cut again after the row-parallel one (Megatron's sequence parallelism)
 
 Invariant: over an axis that is not manual, or has size 1, everything here is the identity. So `model(tokens)` runs with
-no mesh at all, and a compiled step holds no collective on an axis of size 1.
+no mesh at all, and nothing is sent over an axis of size 1.
 """
 
 import functools

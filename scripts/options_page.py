@@ -82,15 +82,16 @@ SIZES = """## Sizes that are refused at the call
 | `strategy="ulysses"` | N on one device of the head axis is a multiple of the sequence axis |
 | `strategy="usp"` | `ulysses_size` divides the sequence axis, and N on one device of the head axis |
 | `Schedule(inner_size=...)` | it divides the places of the ring: the sequence axis, in USP divided by `ulysses_size` |
-| `Schedule(two_directions=True)` | the keys of a shard are even; zigzag: a multiple of 4 |
+| `Schedule(two_directions=True)` inside `shard_map` | the keys of a shard are even; zigzag: a multiple of 4 |
 | zigzag inside `shard_map` | the local length is even |
 
 `dot_product_attention` takes any sequence length: padding is internal. A multiple of the sequence axis (zigzag: of
 twice that) saves a copy. Inside `shard_map` nothing is padded.
 
-What no call can check: with a named `layout`, one array of `positions` must differ inside a segment as the layout's
-own indices do. A shift for each document keeps that, another order does not. Blocks that a window or chunk cannot reach
-are left out on that promise; for positions that break it pass `layout=None`.
+What no call can check: with a named `layout` and `segment_ids`, one array of `positions` must differ inside a segment
+as the layout's own indices do. A shift for each document keeps that, another order does not. Blocks that a window or chunk
+cannot reach are left out on that promise; for positions that break it pass `layout=None`. Positions without
+`segment_ids` are not trusted: they may restart, and no block is left out.
 """
 
 

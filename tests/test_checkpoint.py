@@ -105,14 +105,6 @@ def test_the_newest_are_kept_and_a_saved_step_is_not_saved_again(saved, tmp_path
     assert_same_bits(state, saved[1][4])
 
 
-def test_bytes_as_data_state(tmp_path):
-    run = config()
-    store = CheckpointStore(tmp_path, keep=1)
-    store.save(init_state(run, mesh_of(run)), dataclasses.replace(meta(1), data_state=b"\x00\xff position"))
-    store.close()
-    assert read_newest_meta(tmp_path).data_state == b"\x00\xff position"
-
-
 def _remove_meta(folder):
     shutil.rmtree(folder / "meta")
 

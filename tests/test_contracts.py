@@ -90,6 +90,35 @@ def test_packed_work_is_skipped():
     assert counts.sum() == 16 * tiles_a_document * (tiles_a_document + 1) // 2 * tile**2
 
 
+def count_visits(monkeypatch) -> list[int]:
+    """A list that gets an entry for each pair of tiles that a kernel works on."""
+    visits = []
+    mask = tiles.Tile.mask
+
+    def counted(*arguments):
+        jax.debug.callback(lambda: visits.append(1))
+        return mask(*arguments)
+
+    monkeypatch.setattr(tiles.Tile, "mask", counted)
+    return visits
+
+
+def test_a_ring_step_without_a_live_pair_does_no_matmul(monkeypatch):
+    """Documents of one shard each: of N steps the kernel works in the first only, whatever arrives in the others."""
+    visits, size, local = count_visits(monkeypatch), 4, 8
+    ids = jnp.repeat(jnp.arange(1, size + 1), local)
+    x = jnp.ones((1, local * size, 1, 4))
+    mesh = ring_jax.make_mesh(sequence=size)
+    counts = {}
+    for name, given in (("one document", ids * 0 + 1), ("a document a shard", ids)):
+        del visits[:]
+        call = functools.partial(ring_jax.dot_product_attention, strategy="ring", segment_ids=given, mesh=mesh)
+        jax.block_until_ready(jax.jit(call)(x, x, x))
+        jax.effects_barrier()
+        counts[name] = len(visits)
+    assert counts == {"one document": size * size, "a document a shard": size}
+
+
 @pytest.mark.parametrize("kind", ["causal", "packed"])
 def test_the_kernel_visits_exactly_the_live_tiles(kind: str, monkeypatch):
     """A counter inside the kernel against the predicate evaluated outside."""
@@ -101,14 +130,7 @@ def test_the_kernel_visits_exactly_the_live_tiles(kind: str, monkeypatch):
     bounds = masks.tile_bounds(tokens, length, tile)
     live = int(masks.tile_live(bounds, bounds, Rules(is_causal=True)).sum())
     assert 0 < live < (length // tile) ** 2
-    visits = []
-    mask = tiles.Tile.mask
-
-    def counted(*arguments):
-        jax.debug.callback(lambda: visits.append(1))
-        return mask(*arguments)
-
-    monkeypatch.setattr(tiles.Tile, "mask", counted)
+    visits = count_visits(monkeypatch)
     x, zero = jnp.ones((1, 1, 1, 1, length, 4)), jnp.zeros((1, 1, 1, 1, length))
     queries, keys = Queries(x, tokens), Keys(jnp.ones((1, 1, 1, length, 8)), tokens)
     scores, sizes = Scores(1.0, rules=Rules(is_causal=True)), (tile, tile)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import P
 
 from models import ModelConfig, Transformer
+from models.config import REMAT
 from models.layers import rotary_tables
 from models.sharding import RULES, param_specs
 from ring_jax import from_layout, make_mesh, to_layout
@@ -122,7 +123,7 @@ def test_a_packed_document_gets_the_logits_it_gets_alone(tokens):
     assert np.abs(run(model, tokens)[:, 5:9] - alone).max() > 0.1
 
 
-@pytest.mark.parametrize("remat", ["none", "layer", "attention"])
+@pytest.mark.parametrize("remat", REMAT)
 def test_the_module_is_a_plain_pytree(tokens, remat):
     model = make_model(remat=remat)
     grads = jax.jit(jax.grad(lambda model: jnp.mean(model(jnp.asarray(tokens)) ** 2)))(model)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_jax import make_mesh
-from train.data import Document, batches, deeper_targets, held_out_batches, padding_share, rows_for
+from train.data import Document, batches, deeper_targets, held_out_batches, rows_for
 from train.rows import Interleave, Rows, local_data_indices, order_of
 from train.step import _shard
 
@@ -235,6 +235,15 @@ def test_batches_do_not_share_memory():
         for x in batch.values():
             x[...] = -5
     assert_same_batch(first, kept)
+
+
+def padding_share(some_batches) -> float:
+    """Share of the token slots that hold padding, over all the batches given."""
+    num_padding = num_slots = 0
+    for batch in some_batches:
+        num_padding += int(np.count_nonzero(batch["segment_ids"] == 0))
+        num_slots += batch["segment_ids"].size
+    return num_padding / num_slots if num_slots else 0.0
 
 
 def test_padding_share():

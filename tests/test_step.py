@@ -275,8 +275,8 @@ def walk(jaxpr, path: tuple[str, ...] = ()):
                     yield from walk(inner, (*path, eqn.primitive.name))
 
 
-def trace(sizes: tuple[int, ...], num_microbatches: int):
-    config = make_config(sizes, num_microbatches)
+def trace(sizes: tuple[int, ...], num_microbatches: int, **changes: Any):
+    config = make_config(sizes, num_microbatches, **changes)
     mesh = make_mesh(**config.mesh.sizes())
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in packed_batch(0)}
     return list(walk(make_train_step(config, mesh).trace(abstract_state(config, mesh), batch).jaxpr.jaxpr))
@@ -315,6 +315,17 @@ def test_collectives_are_those_that_are_written():
     assert in_layers["reduce_scatter", weights] == 7
     assert in_layers["all_gather", tokens] == 2 + 2 + 2
     assert in_layers["reduce_scatter", tokens] in (2 + 2, 2 + 2 + 1)
+
+
+def test_kept_attention_is_not_run_again():
+    """With what its backward pass needs kept, the recomputed layer does not turn the ring forward a second time."""
+
+    def hops(remat: str) -> int:
+        found = collectives(trace((1, 1, 1, 2), 1, model=dataclasses.replace(MODEL, remat=remat)))
+        return sum("ppermute" in eqn.primitive.name and axes_of(eqn) == ("sequence",) for _, eqn in found)
+
+    # Keys and values, their positions and ids: three arrays forward, three and the gradient backward.
+    assert (hops("attention"), hops("offload"), hops("layer")) == (3 + 4, 3 + 4, 3 + 3 + 4)
 
 
 def test_no_pipeline_hop_without_a_pipeline():

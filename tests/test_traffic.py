@@ -143,11 +143,3 @@ def test_two_levels(backward: bool):
     assert sum(x.runs * x.bytes for x in crossing) == (1 + backward) * ENTRY * HEADS[1]
     inside = sum(x.runs * x.bytes for x in found.collectives) - sum(x.runs * x.bytes for x in crossing)
     assert inside == (1 + backward) * 2 * 3 * ENTRY * HEADS[1]
-
-
-def test_dead_steps_do_no_matmul():
-    """Documents of one shard each: the kernel's loops run over no tile at the other steps (tests/test_contracts.py
-    counts visits); whatever the ids are, hops stay, all devices alike."""
-    found = report(4, packed=True, layout="contiguous")
-    assert not any(x.conditional for x in found.collectives)
-    assert found.count("collective-permute") == found.count()

@@ -17,7 +17,6 @@ time limit of a write, to be started again with --resume.
                                     metrics  JSON: held_out_loss, where the run was evaluated at this step
 """
 
-import base64
 import dataclasses
 import pathlib
 import shutil
@@ -112,7 +111,7 @@ class CheckpointStore:
         problem = self.settle()
         if meta.step in self._manager.all_steps():
             return problem
-        values = {**dataclasses.asdict(meta), "data_state": _pack(meta.data_state), "jax_version": jax.__version__}
+        values = {**dataclasses.asdict(meta), "jax_version": jax.__version__}
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_by_name(state)), meta=ocp.args.JsonSave(values))
         metrics = None if held_out_loss is None else {_METRIC: held_out_loss}
         self._writing = meta.step
@@ -265,16 +264,7 @@ def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:
 def _read_meta(folder: pathlib.Path) -> Meta:
     values = ocp.JsonCheckpointHandler().restore(epath.Path(folder) / "meta")
     fields = {field.name: values[field.name] for field in dataclasses.fields(Meta)}
-    return Meta(**{**fields, "data_state": _unpack(fields["data_state"])})
-
-
-def _pack(data_state: Any) -> Any:
-    return {"base64": base64.b64encode(data_state).decode()} if isinstance(data_state, bytes) else data_state
-
-
-def _unpack(data_state: Any) -> Any:
-    is_bytes = isinstance(data_state, dict) and data_state.keys() == {"base64"}
-    return base64.b64decode(data_state["base64"]) if is_bytes else data_state
+    return Meta(**fields)
 
 
 def _interrupted(folder: pathlib.Path) -> list[str]:

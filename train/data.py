@@ -26,7 +26,6 @@ from train.rows import (
     held_out_batches,
     lengths_of,
     local_data_indices,
-    padding_share,
     rows_for,
 )
 from train.text import VOCAB_SIZE, Document, decode, encode, read_standard_library
@@ -51,7 +50,6 @@ __all__ = [
     "held_out_batches",
     "load_corpus",
     "local_data_indices",
-    "padding_share",
     "rows_for",
 ]
 

@@ -100,12 +100,7 @@ def train(run: Run, console: Console) -> int:
 
     # ------------------------------------------------------------------ state: new, or from the last checkpoint
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    store = checkpoint.CheckpointStore(
-        run.run_dir,
-        keep=config.checkpoint.keep,
-        keep_best=config.checkpoint.keep_best,
-        timeout=max(1, config.distributed.stall_timeout // 2),  # a store that hangs costs a checkpoint, not the run
-    )
+    store = _open_store(run)
     data = batches(
         corpus,
         seq_len=data_config.seq_len,
@@ -129,17 +124,7 @@ def train(run: Run, console: Console) -> int:
     with StopRequest(share) as stop, watch, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
         evaluate = _make_evaluate(config, mesh, corpus, stop, watch.curve)
         try:
-            held_out_loss = _run_steps(
-                run,
-                progress,
-                mesh=mesh,
-                data=ahead,
-                store=store,
-                evaluate=evaluate,
-                stop=stop,
-                watch=watch,
-                console=console,
-            )
+            held_out_loss = _run_steps(run, progress, mesh, ahead, store, evaluate, stop, watch, console)
         except FloatingPointError:  # raised on all processes alike
             report_failure(console, store.close())  # what was saved before is worth keeping
             raise
@@ -164,10 +149,19 @@ def train(run: Run, console: Console) -> int:
     return 0
 
 
+def _open_store(run: Run) -> checkpoint.CheckpointStore:
+    config = run.config
+    return checkpoint.CheckpointStore(
+        run.run_dir,
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        timeout=max(1, config.distributed.stall_timeout // 2),  # a store that hangs costs a checkpoint, not the run
+    )
+
+
 def _run_steps(
     run: Run,
     progress: Progress,
-    *,
     mesh: Mesh,
     data: Prefetch,
     store: checkpoint.CheckpointStore,

@@ -2,7 +2,8 @@
 
 What always holds: the estimate needs no device and no compilation, and it is an estimate: it counts arrays that must
 exist, not what a compiler adds. It takes weights, gradients and optimizer state to be cut over all four mesh axes and
-activations between blocks over `tensor`, too. `python -m train plan` and the compiled step tell the truth.
+activations between blocks over `tensor`, too. The compiled step's
+`memory_analysis()` tells the truth.
 """
 
 from collections.abc import Sequence

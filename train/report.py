@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from train.config import TrainConfig
-from train.data import Corpus, batches
+from train.data import Corpus
 from train.flops import pipeline_bubble
 
 _AXES = {
@@ -37,7 +37,6 @@ def introduce(
     data, mesh = config.data, config.mesh
     rows = data.batch_size // (mesh.data * config.num_microbatches * config.accumulate)
     pieces = f"{config.accumulate} pieces x " if config.accumulate > 1 else ""
-    padding = batches(corpus, seq_len=data.seq_len, batch_size=data.batch_size, seed=config.seed).rows.padding_share
     lines = [
         f"parameters: {num_params:,}",
         f"global batch = {data.batch_size:,} rows x {data.seq_len:,} = {config.tokens_per_step:,} tokens",
@@ -45,7 +44,6 @@ def introduce(
         f"tokens of a row: {mesh.sequence} sequence devices x {data.seq_len // mesh.sequence:,} ({config.layout})",
         *_bubble_lines(config),
         f"{corpus.summary(data.seq_len)}",
-        f"  padding: {padding:.2%} of all token slots",
         f"to beat: {bigram:.3f} bits per byte, a bigram model of the same training text on the same held-out text",
         *notes,
     ]

@@ -52,7 +52,6 @@ __all__ = [
     "lengths_of",
     "local_data_indices",
     "order_of",
-    "padding_share",
     "rows_for",
 ]
 
@@ -305,12 +304,3 @@ def lengths_of(documents: Documents) -> np.ndarray:
     if lengths is not None:
         return lengths
     return np.fromiter((len(document) for document in documents), np.int64, len(documents))
-
-
-def padding_share(some_batches: Iterable[Batch]) -> float:
-    """Share of the token slots that hold padding, over all the batches given."""
-    num_padding = num_slots = 0
-    for batch in some_batches:
-        num_padding += int(np.count_nonzero(batch["segment_ids"] == 0))
-        num_slots += batch["segment_ids"].size
-    return num_padding / num_slots if num_slots else 0.0

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores, Tile, Tiling, put_rows, rows_of
+from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores, Tiling, put_rows, rows_of
 
 
 class Carry(NamedTuple):
@@ -159,6 +159,3 @@ def backward_block(
         return sums._replace(keys=put_rows(sums.keys, dkv_tile, row, start, 3))
 
     return lax.fori_loop(0, num_rows * num_k, key_tile, sums)
-
-
-__all__ = ["Carry", "Cotangents", "Gradients", "Tile", "backward_block", "empty", "forward_block"]
