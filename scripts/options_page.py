@@ -89,8 +89,8 @@ SIZES = """## Sizes that are refused at the call
 twice that) saves a copy. Inside `shard_map` nothing is padded.
 
 What no call can check: with a named `layout` and `segment_ids`, one array of `positions` must differ inside a segment
-as the layout's own indices do. A shift for each document keeps that, another order does not. Blocks that a window or chunk
-cannot reach are left out on that promise; for positions that break it pass `layout=None`. Positions without
+as the layout's own indices do. A shift for each document keeps that, another order does not. Blocks that a window or
+chunk cannot reach are left out on that promise; for positions that break it pass `layout=None`. Positions without
 `segment_ids` are not trusted: they may restart, and no block is left out.
 """
 
