@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ring_jax import ring
-from ring_jax.kernels import xla
+from ring_jax.kernels.protocol import Carry, Cotangents, Gradients
 from ring_jax.kernels.tiles import Keys
-from ring_jax.kernels.xla import Cotangents, Gradients
 from ring_jax.problem import Problem, wire_dtype, zeros
 
 
@@ -30,10 +29,10 @@ def _gather(problem: Problem) -> tuple[Keys, tuple[int, int]]:
     return keys, problem.tile_sizes(length * grid.num_places)
 
 
-def forward(problem: Problem, carry: xla.Carry) -> xla.Carry:
+def forward(problem: Problem, carry: Carry) -> Carry:
     """Fold all keys into the softmax state of this device's queries."""
     keys, sizes = _gather(problem)
-    return xla.forward_block(carry, problem.queries, keys, problem.pairs, problem.spec.scores, sizes)
+    return problem.kernel.forward_block(carry, problem.queries, keys, problem.pairs, problem.spec.scores, sizes)
 
 
 def backward(problem: Problem, cotangents: Cotangents) -> Gradients:
@@ -46,7 +45,9 @@ def backward(problem: Problem, cotangents: Cotangents) -> Gradients:
         None if bias is None else zeros(problem, bias.shape),
         ring.zero_args(problem),
     )
-    sums = xla.backward_block(sums, problem.queries, cotangents, keys, problem.pairs, problem.spec.scores, sizes)
+    sums = problem.kernel.backward_block(
+        sums, problem.queries, cotangents, keys, problem.pairs, problem.spec.scores, sizes
+    )
     return sums._replace(keys=_scatter(problem, sums.keys))
 
 

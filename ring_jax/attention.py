@@ -17,9 +17,10 @@ from jaxtyping import Float
 
 from ring_jax import core, manual, options, planner, routes, sharded
 from ring_jax.kernels.tiles import is_float
+from ring_jax.mesh import target
 from ring_jax.options import Schedule, TokenIds
 from ring_jax.problem import Inputs, Place, Spec
-from ring_jax.shards import Axis, Padding, Shards, check_sizes, device_kind, make_shards, pad, place
+from ring_jax.shards import Axis, Padding, Shards, check_sizes, make_shards, pad, place
 
 
 def dot_product_attention(
@@ -136,6 +137,8 @@ def dot_product_attention(
     spec = sharded.make_spec(query, key, keywords, axis_name, strategy, num_heads)
     inputs, padding = pad(shards, spec, sharded.make_inputs(query, key, value, keywords, 1))
     spec = _settle(shards, spec, inputs, padding)
+    num_shards = shards.size(shards.sequence)
+    spec = sharded.settle_kernel(spec, keywords["implementation"], inputs, target(shards.mesh), num_shards)
     outer = Place(
         jnp.int32(0),
         manual.first_index(shards.outer_batch, inputs.query, query.shape[0]),
@@ -173,7 +176,7 @@ def _settle(shards: Shards, spec: Spec, inputs: Inputs, padding: Padding) -> Spe
     gathered = width * rows * spec.num_heads[1] * entries * inputs.key.shape[1]
     if spec.schedule != Schedule():
         return spec._replace(strategy=planner.report(planner.Choice("ring", "a schedule was given")).strategy)
-    choice = planner.choose_strategy(sizes, device_kind(shards.mesh), gathered)
+    choice = planner.choose_strategy(sizes, target(shards.mesh).device_kind, gathered)
     return spec._replace(strategy=planner.report(choice).strategy)
 
 

@@ -13,7 +13,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax import all_gather, manual, ring, routes, softmax, ulysses
-from ring_jax.kernels import xla
+from ring_jax.kernels.protocol import Carry, Cotangents, empty
 from ring_jax.kernels.tiles import is_float
 from ring_jax.problem import Inputs, Problem, Spec, open_problem
 from ring_jax.routes import Grid
@@ -67,9 +67,9 @@ def forward(spec: Spec, inputs: Inputs) -> tuple[Array, Array, Saved]:
     query = problem.queries.query
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     shape = (*query.shape[:-1], inner.value.shape[-1])
-    carry = xla.Carry(
+    carry = Carry(
         manual.full_like(shape, 0, dtype, query),
-        manual.full_like(shape[:-1], xla.empty(dtype), dtype, query),
+        manual.full_like(shape[:-1], empty(dtype), dtype, query),
         manual.full_like(shape[:-1], 0, dtype, query),
     )
     strategy = all_gather if spec.strategy == "all_gather" else ring
@@ -121,7 +121,7 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
 
 def _cotangents(
     problem: Problem, inner: Inputs, saved: Saved, dout: Array, dlse: Array
-) -> tuple[xla.Cotangents, Array | None]:
+) -> tuple[Cotangents, Array | None]:
     """What the kernel needs of every query, and the gradient of the sinks.
 
     With g the share that does not go to the sink, out = g * o: the kernel sees the cotangent g * dout of o, and delta
@@ -142,7 +142,7 @@ def _cotangents(
     lse = jnp.where(alive, saved.lse, jnp.inf)
     lost = None if saved.lost_lse is None else jnp.where(alive, saved.lost_lse, 0)
     dout, lse, delta = (problem.layout.tokens(x, True) for x in (dout, lse, delta))
-    return xla.Cotangents(dout, lse, delta, None if lost is None else problem.layout.tokens(lost, True)), dsinks
+    return Cotangents(dout, lse, delta, None if lost is None else problem.layout.tokens(lost, True)), dsinks
 
 
 def _leave_bias(grid: Grid, inputs: Inputs, dbias: Array) -> Array:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 AXES = ("data", "tensor", "pipeline", "sequence")
 """Order of the mesh axes.
@@ -61,3 +62,20 @@ def make_mesh(
     if given[0].platform == "cpu":
         return Mesh(np.array(given[:needed]).reshape(shape), AXES)
     return Mesh(mesh_utils.create_device_mesh(shape, given), AXES)
+
+
+class Target(NamedTuple):
+    """The devices that a call is compiled for; they need not be here."""
+
+    platform: str  # "cpu", "gpu" or "tpu"
+    device_kind: str
+
+
+def target(mesh: Mesh | AbstractMesh | None = None) -> Target:
+    """The devices of a mesh; without one, those of the mesh around the call, or this process's."""
+    if isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0]
+    else:
+        device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device or jax.devices()[0]
+    platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+    return Target(platform if platform in ("gpu", "tpu") else "cpu", device.device_kind)

@@ -125,11 +125,6 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for name in ("query_seq_lengths", "key_value_seq_lengths")
     ),
-    Refusal(
-        ("implementation",),
-        lambda options: options["implementation"] not in (None, "xla"),
-        'this kernel is not built yet; use implementation="xla"',
-    ),
     *(
         Refusal(
             ("schedule", "strategy"),
@@ -188,8 +183,8 @@ def supports(**keywords: Any) -> str | None:
     Example:
       >>> supports(is_causal=True, layout="zigzag", local_window_size=(4, 0)) is None
       True
-      >>> supports(implementation="cudnn")
-      'implementation=cudnn: this kernel is not built yet; use implementation="xla"'
+      >>> supports(layout=None, is_causal=True)
+      'is_causal=True, layout=None: an unnamed order says nothing; pass positions'
     """
     for name in keywords:
         if name not in OPTIONS and name not in PLACEMENT:

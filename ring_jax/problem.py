@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ring_jax import dropout, layouts, manual
-from ring_jax.kernels import tiles
+from ring_jax.kernels import registry
+from ring_jax.kernels.protocol import Kernel
 from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
 from ring_jax.masks import Tokens
 from ring_jax.options import Schedule
@@ -34,6 +35,7 @@ class Spec(NamedTuple):
     default_positions: bool = True  # no positions were given: they are the indices in natural order
     promised: bool = True  # differences of positions are those of the layout's indices
     real_lengths: tuple[int, int] | None = None  # of the whole sequence, where padding was added behind it
+    kernel: str = "xla"
 
     @property
     def keeps_lost(self) -> bool:
@@ -113,6 +115,10 @@ class Problem(NamedTuple):
         return self.queries.query.shape[4], self.keys.kv.shape[3]
 
     @property
+    def kernel(self) -> Kernel:
+        return registry.KERNELS[self.spec.kernel]
+
+    @property
     def reach(self) -> Reach:
         spec = self.spec
         return Reach(spec.layout, spec.scores.rules, self.lengths, spec.default_positions, spec.promised)
@@ -131,8 +137,8 @@ class Problem(NamedTuple):
         chunk = layouts.chunk_length(self.spec.layout, length // self.grid.ulysses, size)
         key_chunk = layouts.chunk_length(self.spec.layout, self.lengths[1] // self.grid.ulysses, size) // halves
         side_by_side = self.queries.query.shape[1] * self.queries.query.shape[2] * self.queries.query.shape[3]
-        query_tile = tiles.tile_size(length, chunk, side_by_side)
-        return query_tile, tiles.tile_size(num_keys, min(key_chunk, num_keys), side_by_side)
+        query_tile = self.kernel.tile_size(length, chunk, side_by_side)
+        return query_tile, self.kernel.tile_size(num_keys, min(key_chunk, num_keys), side_by_side)
 
 
 def complete(spec: Spec, given: Tokens, index: Array, side: int, counts: Array | None, rows: int) -> Tokens:

@@ -17,21 +17,22 @@ import jax.numpy as jnp
 from jax import Array
 
 from ring_jax import layouts, routes, travel
-from ring_jax.kernels import xla
+from ring_jax.kernels.protocol import Carry, Cotangents, Gradients
 from ring_jax.kernels.tiles import Keys, Pairs, float_args
-from ring_jax.kernels.xla import Cotangents, Gradients
 from ring_jax.problem import Problem, columns, put_columns, wire_dtype, zeros
 
 
-def forward(problem: Problem, carry: xla.Carry) -> xla.Carry:
+def forward(problem: Problem, carry: Carry) -> Carry:
     """Fold the keys of the whole ring into the softmax state of this place's queries."""
     halves, grid = _Halves(problem), problem.grid
 
-    def attend(carry: xla.Carry, blocks: tuple[Keys, ...], group: int, offsets: Array) -> xla.Carry:
+    def attend(carry: Carry, blocks: tuple[Keys, ...], group: int, offsets: Array) -> Carry:
         for half, block in enumerate(blocks):
             source = grid.source(problem.place.rank, group, offsets[half])
             keys, pairs = halves.arrived(block, source, half), halves.pairs(problem.pairs, source, half)
-            carry = xla.forward_block(carry, problem.queries, keys, pairs, problem.spec.scores, halves.tile_sizes)
+            carry = problem.kernel.forward_block(
+                carry, problem.queries, keys, pairs, problem.spec.scores, halves.tile_sizes
+            )
         return carry
 
     plan = routes.reachable(grid, problem.reach)
@@ -59,7 +60,7 @@ def _backward_with_keys(problem: Problem, cotangents: Cotangents) -> Gradients:
             source = grid.source(problem.place.rank, group, offsets[half])
             keys, pairs = halves.arrived(block, source, half), halves.pairs(problem.pairs, source, half)
             sums = acc._replace(keys=zeros(problem, keys.kv.shape), bias=halves.columns(acc.bias, source, half))
-            sums = xla.backward_block(
+            sums = problem.kernel.backward_block(
                 sums, problem.queries, cotangents, keys, pairs, problem.spec.scores, halves.tile_sizes
             )
             grads.append(sums.keys)
@@ -92,7 +93,7 @@ def _backward_with_queries(problem: Problem, cotangents: Cotangents) -> Gradient
         )
         queries = queries._replace(tokens=problem.query_tokens(queries.tokens, index))
         sums = acc._replace(query=zeros(problem, queries.query.shape))
-        sums = xla.backward_block(sums, queries, moved, at_home, problem.pairs, problem.spec.scores, sizes)
+        sums = problem.kernel.backward_block(sums, queries, moved, at_home, problem.pairs, problem.spec.scores, sizes)
         return sums._replace(query=acc.query), (sums.query,)
 
     acc = Gradients(zeros(problem, (0,)), zeros(problem, problem.keys.kv.shape), None, zero_args(problem))

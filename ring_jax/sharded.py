@@ -10,8 +10,11 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from ring_jax import core, dropout, layouts, manual, options
+from ring_jax.kernels import registry
+from ring_jax.kernels.protocol import Call
 from ring_jax.kernels.tiles import Scores
 from ring_jax.masks import Rules, Tokens
+from ring_jax.mesh import Target, target
 from ring_jax.options import Schedule, TokenIds
 from ring_jax.problem import Inputs, Place, Spec
 
@@ -181,6 +184,7 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     first_head = manual.first_index(placement["head_axis"], inputs.query, query.shape[2])
     inputs = inputs._replace(place=Place(manual.axis_index(axis_name), first_row, first_head))
     check_local_lengths(inputs, spec, size)
+    spec = settle_kernel(spec, keywords["implementation"], inputs, target(), 1)
     # Positions are tied to the query: values that depend on positions alone would be computed once for a whole scan
     # over layers and kept, one mask for every tile.
     names = ("query", "query_tokens", "key_tokens", "query_lengths", "key_lengths", "seed", "place")
@@ -253,6 +257,27 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
         seed=dropout.as_words(keywords["dropout_seed"]) if keywords["dropout_rate"] else None,
         place=Place(zero, zero, zero),
     )
+
+
+def settle_kernel(spec: Spec, implementation: str | None, inputs: Inputs, target: Target, num_shards: int) -> Spec:
+    """The spec with the kernel that computes its blocks, see `registry.choose`.
+
+    ``num_shards`` is 1 where the inputs are local. An exchange of heads makes blocks longer, never shorter.
+    """
+    given = inputs.query_tokens.segment_ids, inputs.query_lengths, inputs.key_lengths, spec.real_lengths
+    call = Call(
+        *target,
+        dtype=inputs.query.dtype,
+        head_sizes=(inputs.query.shape[-1], inputs.value.shape[-1]),
+        lengths=(inputs.query.shape[1] // num_shards, inputs.key.shape[1] // num_shards),
+        scores=spec.scores,
+        layout=spec.layout,
+        default_positions=spec.default_positions,
+        has_segments=any(x is not None for x in given),
+        has_bias=inputs.bias is not None,
+        has_mask=inputs.mask is not None,
+    )
+    return spec._replace(kernel=registry.report(registry.choose(implementation, call)))
 
 
 def check_local_lengths(inputs: Inputs, spec: Spec, num_shards: int) -> None:

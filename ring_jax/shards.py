@@ -213,9 +213,3 @@ def pad(shards: Shards, spec: Spec, inputs: Inputs) -> tuple[Inputs, Padding]:
         query_tokens=tokens(inputs.query_tokens, padding.query),
         key_tokens=tokens(inputs.key_tokens, padding.key),
     ), padding
-
-
-def device_kind(mesh: Mesh | AbstractMesh) -> str:
-    if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].device_kind
-    return getattr(mesh.abstract_device, "device_kind", None) or jax.devices()[0].device_kind

@@ -14,7 +14,7 @@ from programs import BATCH, HEAD_DIM, KV_HEADS, compile_call
 import ring_jax
 from ring_jax import layouts, masks
 from ring_jax.inspection import inspect
-from ring_jax.kernels import tiles, xla
+from ring_jax.kernels import protocol, tiles, xla
 from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
 from ring_jax.masks import Rules, Tokens
 
@@ -134,11 +134,11 @@ def test_the_kernel_visits_exactly_the_live_tiles(kind: str, monkeypatch):
     x, zero = jnp.ones((1, 1, 1, 1, length, 4)), jnp.zeros((1, 1, 1, 1, length))
     queries, keys = Queries(x, tokens), Keys(jnp.ones((1, 1, 1, length, 8)), tokens)
     scores, sizes = Scores(1.0, rules=Rules(is_causal=True)), (tile, tile)
-    carry = xla.Carry(0 * x, zero + xla.empty("float32"), zero)
+    carry = protocol.Carry(0 * x, zero + protocol.empty("float32"), zero)
     jax.block_until_ready(xla.forward_block(carry, queries, keys, Pairs(), scores, sizes))
     jax.effects_barrier()
     assert len(visits) == live
-    sums, cotangents = xla.Gradients(0 * x, 0 * keys.kv, None, ()), xla.Cotangents(x, zero, zero, None)
+    sums, cotangents = protocol.Gradients(0 * x, 0 * keys.kv, None, ()), protocol.Cotangents(x, zero, zero, None)
     jax.block_until_ready(xla.backward_block(sums, queries, cotangents, keys, Pairs(), scores, sizes))
     jax.effects_barrier()
     assert len(visits) == 2 * live

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_jax import masks
-from ring_jax.kernels import tiles, xla
+from ring_jax.kernels import protocol, tiles, xla
 from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
 from ring_jax.masks import Rules, Tokens
 
@@ -29,9 +29,9 @@ def block(sizes: tuple[int, int], rules: Rules):
     tokens = Tokens(positions if rules.read_positions else None, segments)
     queries, keys, scores = Queries(q, tokens), Keys(kv, tokens), Scores(0.5, rules=rules)
     zero = jnp.zeros(lse.shape)
-    carry = xla.Carry(jnp.zeros(dout.shape), zero + xla.empty("float32"), zero)
+    carry = protocol.Carry(jnp.zeros(dout.shape), zero + protocol.empty("float32"), zero)
     carry = xla.forward_block(carry, queries, keys, Pairs(), scores, sizes)
-    sums, cotangents = xla.Gradients(0 * q, 0 * kv, None, ()), xla.Cotangents(dout, lse + 4, delta, None)
+    sums, cotangents = protocol.Gradients(0 * q, 0 * kv, None, ()), protocol.Cotangents(dout, lse + 4, delta, None)
     sums = xla.backward_block(sums, queries, cotangents, keys, Pairs(), scores, sizes)
     return *carry, sums.query, sums.keys
 

@@ -16,7 +16,6 @@ from ring_jax import Schedule, options
 QUERY, KEY = jnp.ones((2, 8, 4, 6)), jnp.ones((2, 8, 2, 6))
 
 REFUSED = [
-    ({"implementation": "cudnn"}, "implementation=cudnn: this kernel is not built yet"),
     ({"is_causal": True, "layout": None}, "is_causal=True, layout=None: an unnamed order says nothing; pass positions"),
     ({"local_window_size": 3, "layout": None}, "local_window_size=3, layout=None.*pass positions"),
     ({"chunk_size": 3, "layout": None}, "chunk_size=3, layout=None.*pass positions"),

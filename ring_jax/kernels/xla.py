@@ -1,63 +1,27 @@
 """The block kernel in plain XLA: tiles of queries against tiles of keys, dead tiles never visited.
 
-A kernel is two functions on one block of keys and values, with the softmax state carried in and out:
-
-    forward_block(carry, queries, keys, pairs, ...)            -> carry        unnormalized output, maximum, sum
-    backward_block(sums, queries, cotangents, keys, pairs, ...) -> sums        dq, dkv, dbias, dargs
-
-Shapes (R rows with a mask of their own, b batch rows that share one; R * b = B): q ``[R,b,K,G,T,H]``, keys and values
-side by side in kv ``[R,b,K,S,H+Hv]``, softmax statistics ``[R,b,K,G,T]``. Scores, statistics and all accumulators are
-float32 (float64 for float64 inputs), and so are the probabilities and the gradients of the scores: rounded to bfloat16
-they would make the error of dq and dv up to twice that of `jax.nn.dot_product_attention`.
+It serves every call on every platform. Scores, statistics and all accumulators are float32 (float64 for float64
+inputs), and so are the probabilities and the gradients of the scores: rounded to bfloat16 they would make the error of
+dq and dv up to twice that of `jax.nn.dot_product_attention`.
 
 For each query tile the live key tiles are listed first and the loop runs over that list alone, so that a causal or
 packed block costs what its mask needs. A row that has seen nothing has maximum `empty`, sum 0 and output 0: masked
 scores are -inf and the maximum is never below `empty`, which is finite, so exp(-inf - maximum) is 0 and never NaN.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores, Tiling, put_rows, rows_of
+from ring_jax.kernels.protocol import Call, Carry, Cotangents, Gradients
+from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores, Tiling, put_rows, rows_of, tile_size
+
+__all__ = ["backward_block", "forward_block", "refuses", "tile_size"]
 
 
-class Carry(NamedTuple):
-    """Online-softmax state of every query: out = sum exp(s - maximum) v, total = sum exp(s - maximum)."""
-
-    out: Array  # [R, b, K, G, T, Hv]
-    maximum: Array  # [R, b, K, G, T]
-    total: Array  # [R, b, K, G, T]
-
-
-class Cotangents(NamedTuple):
-    """What the backward pass needs of every query, all of the *final* result.
-
-    lse is the global log-sum-exp (inf for a row that gives no gradient), delta is sum(dout * out) - dlse, and lost is
-    what lse lost to rounding, or None where scores are small enough for that not to matter.
-    """
-
-    dout: Array  # [R, b, K, G, T, Hv]
-    lse: Array  # [R, b, K, G, T]
-    delta: Array
-    lost: Array | None
-
-
-class Gradients(NamedTuple):
-    """Sums over all blocks so far; the keys' is that of one block."""
-
-    query: Array  # [R, b, K, G, T, H]
-    keys: Array  # [R, b, K, S, H+Hv]
-    bias: Array | None  # as Pairs.bias
-    args: tuple[Array, ...]  # of the float score_args
-
-
-def empty(dtype: Any) -> float:
-    """Running maximum of a row that has seen no key."""
-    return float(np.finfo(dtype).min)
+def refuses(call: Call) -> str | None:
+    """Serves everything."""
+    return None
 
 
 def _loop(count: Array, body, carry):
