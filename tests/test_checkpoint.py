@@ -1,14 +1,13 @@
 """Checkpoints: the saved bits come back on any mesh, and what is half-written or foreign is said to be so."""
 
-import contextlib
 import dataclasses
 import gc
-import resource
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from disks import full_disk
 from tiny_run import config, write_text
 
 from ring_jax import make_mesh
@@ -202,17 +201,6 @@ def test_what_may_change_is_reported():
     lines = check_compatible(meta(4), other, FINGERPRINT)
     names = [line.split(":")[0] for line in lines]
     assert names == ["checkpoint.every", "mesh.data", "mesh.sequence", "model.remat", "num_steps"]
-
-
-@contextlib.contextmanager
-def full_disk():
-    """No file can grow beyond a few hundred bytes, for this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def folders(run_dir):
