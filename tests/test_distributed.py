@@ -153,21 +153,30 @@ import os, sys, time
 sys.path.insert(0, {tests!r})
 from tiny_run import config
 if "{victim}" in ("all", sys.argv[sys.argv.index("--process-id") + 1]):
-    from train import loop
-    plain, calls = loop._next_batch, []
-    def patched(data, *others):
+    from train import run_steps
+    class Short:
+        def __init__(self, data):
+            self.data = data
+        def __next__(self):
+            return {{name: array[:, :32] for name, array in next(self.data).items()}}
+        def get_state(self):
+            return self.data.get_state()
+    plain, calls = run_steps._next_batch, []
+    def patched(watch, data, *others):
         calls.append(1)
         if len(calls) == 4:
             {action}
-        return plain(data, *others)
-    loop._next_batch = patched
+        if len(calls) == 20:
+            {later}
+        return plain(watch, data, *others)
+    run_steps._next_batch = patched
 """
 
 
-def patched_job(tmp_path, text, *more, victim, action, num_processes=2):
-    """A job in which one process does something before it takes its fourth batch."""
+def patched_job(tmp_path, text, *more, victim, action, later="pass", num_processes=2):
+    """A job in which one process does something before it takes its fourth batch, and its twentieth."""
     path = tmp_path / "patched.py"
-    path.write_text(PATCHED.format(tests=str(ROOT / "tests"), victim=victim, action=action))
+    path.write_text(PATCHED.format(tests=str(ROOT / "tests"), victim=victim, action=action, later=later))
     arguments = [path, "--data.path", text, "--mesh.data", 2, *QUICK, *more]
     return Job(*arguments, num_processes=num_processes, run_dir=tmp_path / "run")
 
@@ -195,7 +204,7 @@ def test_an_error_in_one_process_ends_all_with_its_message(text, tmp_path):
 
 @pytest.mark.slow
 def test_batches_of_another_shape_are_refused(text, tmp_path):
-    action = "data = iter([{name: array[:, :32] for name, array in next(data).items()}])"
+    action = "data = Short(data)"
     with patched_job(tmp_path, text, victim=1, action=action) as two:
         assert two.wait(timeout=120) == [1, 1], two.output()
         assert "must stay those of the first batch" in two.output(0)
@@ -211,17 +220,23 @@ def test_processes_that_were_started_with_other_flags_are_named(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-FULL = """import resource, threading
-        limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        limit(12000), threading.Timer(4, limit, [resource.RLIM_INFINITY]).start()"""
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
 
 
 @pytest.mark.slow
-def test_a_store_that_fails_in_one_process_ends_the_job_and_says_so(text, tmp_path):
-    more = ["--num-steps", 10**6, "--checkpoint.every", 2, "--distributed.stall-timeout", 40]
-    with patched_job(tmp_path, text, *more, victim=1, action=FULL.replace("        ", " " * 12)) as two:
-        assert two.wait(timeout=120) == [LOST, LOST], two.output()
-        assert "could not be written by all processes together" in two.output(0)
+@pytest.mark.parametrize("victim", ["0", "1", "all"])
+def test_a_store_that_fails_for_some_time_costs_checkpoints_and_not_the_job(text, tmp_path, victim):
+    more = ["--num-steps", 30, "--checkpoint.every", 2, "--distributed.stall-timeout", 60]
+    disk = {"action": LIMIT.format(12_000), "later": LIMIT.format("resource.RLIM_INFINITY")}
+    with patched_job(tmp_path, text, *more, victim=victim, **disk) as two:
+        assert two.wait(timeout=240) == [0, 0], two.output()
+    failed = re.findall(r"checkpoint of step (\d+) not written: process (\d): (.*)", two.output(0))
+    assert {int(step) for step, _, _ in failed} >= {6, 8, 10, 12, 14, 16}, two.output()
+    assert {process for _, process, _ in failed} == {"0" if victim == "all" else victim}
+    assert all("File too large" in reason for _, _, reason in failed)
+    folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert {"28", "30"} <= folders
+    assert not [name for name in folders if "tmp" in name], "what failed saves left is cleared up"
 
 
 def sign(**changes):

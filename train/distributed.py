@@ -20,6 +20,7 @@ from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from train.config import DistributedConfig
+from train.save_barrier import SaveBarrier
 from train.watchdog import LOST, Watchdog
 
 
@@ -147,6 +148,21 @@ def largest(value: int) -> int:
 def any_process(flag: bool) -> bool:
     """Whether it is true on any process; all of them have to call it."""
     return largest(int(flag)) == 1
+
+
+def gather(text: str) -> list[str]:
+    """The text of every process, in order, through the coordination service; all processes have to call it."""
+    if _job.num_processes == 1:
+        return [text]
+    _job.num_compared += 1
+    place, limit = f"ring_jax/gather/{_job.num_compared}", _job.start_timeout * 1000
+    _job.client.key_value_set(f"{place}/{_job.process}", text)
+    return [_job.client.blocking_key_value_get(f"{place}/{process}", limit) for process in range(_job.num_processes)]
+
+
+def save_barrier() -> SaveBarrier | None:
+    """Where the processes meet while they write a checkpoint; None for a job of one process."""
+    return SaveBarrier(_job.client, process=_job.process) if _job.num_processes > 1 else None
 
 
 def check_same(name: str, values: Mapping[str, Any]) -> None:
