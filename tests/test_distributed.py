@@ -232,8 +232,8 @@ def test_a_store_that_fails_for_some_time_costs_checkpoints_and_not_the_job(text
         assert two.wait(timeout=240) == [0, 0], two.output()
     failed = re.findall(r"checkpoint of step (\d+) not written: process (\d): (.*)", two.output(0))
     assert {int(step) for step, _, _ in failed} >= {6, 8, 10, 12, 14, 16}, two.output()
-    assert {process for _, process, _ in failed} == {"0" if victim == "all" else victim}
-    assert all("File too large" in reason for _, _, reason in failed)
+    assert {process for _, process, _ in failed} <= ({"0", "1"} if victim == "all" else {victim})
+    assert all("File too large" in reason for _, _, reason in failed), failed
     folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert {"28", "30"} <= folders
     assert not [name for name in folders if "tmp" in name], "what failed saves left is cleared up"

@@ -37,6 +37,7 @@ CHECKPOINT_FOLDER = "checkpoints"
 SET_ASIDE_FOLDER = "checkpoints_incomplete"
 _METRIC = "held_out_loss"
 _WRITE_TIMEOUT = 900
+_HALF_LINE = 200
 
 # What cannot change between save and resume: what was learned, and which text comes next. The rest can (the mesh, the
 # layout, microbatches, rematerialization, the learning rate, the number of steps): it alters how the next steps go.
@@ -295,8 +296,10 @@ def _most_telling(reasons: list[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().split("\n")
-    return f"{type(error).__name__}: {lines[0][:400]}"
+    text = str(error).strip().split("\n")[0].split(" [tensorstore_spec=")[0]
+    if len(text) > 2 * _HALF_LINE:  # the path comes first, the reason last
+        text = f"{text[:_HALF_LINE]} ... {text[-_HALF_LINE:]}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:
