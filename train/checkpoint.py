@@ -18,6 +18,7 @@ processes a save fails for all when it fails for one (`train.save_barrier`), and
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import shutil
 from collections.abc import Callable, Collection, Iterable
@@ -252,7 +253,7 @@ def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> 
     Raises:
       CheckpointError: names every field that must not change, its value in the checkpoint and its value in this run.
     """
-    differences = differing_fields(meta.config, to_json(config))
+    differences = differing_fields(_with_defaults(meta.config, config), to_json(config))
     refused = [line for line in differences if line.startswith(_FIXED) and not line.startswith(_FREE)]
     if refused:
         raise CheckpointError(
@@ -267,6 +268,19 @@ def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> 
             "--data.path (or the same Python version), or start anew with another --run-dir and without --resume"
         )
     return [line for line in differences if not line.startswith(("resume:", "run_dir:", "platform:", "distributed."))]
+
+
+def _with_defaults(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """A saved configuration with the fields that its version did not have: their defaults are what it did."""
+    plain = {field.name: field.default for field in dataclasses.fields(config.model)}
+    known = to_json(TrainConfig(model=config.model))
+    known["model"] = {name: value for name, value in plain.items() if value is not dataclasses.MISSING}
+
+    def fill(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        both = {name: fill(old[name], new[name]) for name in new if isinstance(old.get(name), dict)}
+        return {**new, **old, **both}
+
+    return fill(saved, json.loads(json.dumps(known)))
 
 
 def _by_name(state: TrainState) -> dict[str, Any]:

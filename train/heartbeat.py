@@ -101,7 +101,7 @@ class Heartbeat:
         with self._lock:
             values = {"step": self._step, "time": time.time(), "phase": self._phase, "since": self._since}
         with self._unwritten.attempt(HEARTBEAT_FILE):
-            write_json(self._path, values)
+            write_json(self._path, values, lasting=False)
 
     def _check_stall(self) -> None:
         with self._lock:

@@ -188,13 +188,17 @@ def _finite(value: Any) -> Any:
     return value if math.isfinite(value) else None
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: Any, *, lasting: bool = True) -> None:
     """Write a JSON file at once, never half-written."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(value, indent=2) + "\n", lasting=lasting)
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Write a text file at once, never half-written."""
+def write_text(path: pathlib.Path, text: str, *, lasting: bool = True) -> None:
+    """Write a text file at once, never half-written; what is `lasting` is whole after a loss of power, too."""
     temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        if lasting:
+            os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -82,7 +82,7 @@ class Watcher:
             on_stall=lambda at, text: self._alarms.raise_alarm("stall", at, text),
             unwritten=self._unwritten,
         )
-        self._profiler = Profiler(run_dir / PROFILE_FOLDER, config.watch.profile)
+        self._profiler = Profiler(run_dir / PROFILE_FOLDER, config.watch.profile, unwritten=self._unwritten)
         if config.watch.profile and parse_steps(config.watch.profile)[-1] <= step:
             self._say(f"profile={config.watch.profile!r}: these steps are done already, so no trace is written")
         self.curve = PositionCurve(config.data.seq_len)
