@@ -133,6 +133,29 @@ def test_a_killed_process_ends_the_job_and_a_restart_goes_on(text, tmp_path, alo
     assert [step for step, _ in losses(run_dir)][-1] >= 12
 
 
+LATE = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from tiny_run import config
+if sys.argv[sys.argv.index("--process-id") + 1] == "0":
+    from train import loop
+    plain = loop.restore
+    loop.restore = lambda *arguments: (time.sleep(20), plain(*arguments))[1]
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_late_to_a_resume_is_waited_for(text, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    run_one(text, run_dir, "--num-steps", 4)
+    (run_dir / "summary.json").unlink()
+    (tmp_path / "late.py").write_text(LATE.format(tests=str(ROOT / "tests")))
+    arguments = [tmp_path / "late.py", "--data.path", text, "--mesh.data", 2, *QUICK, "--resume"]
+    with Job(*arguments, num_processes=2, run_dir=run_dir) as two:
+        assert two.wait(timeout=240) == [0, 0], two.output()
+    assert [step for step, _ in losses(run_dir)] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_process_ends_the_job(text, tmp_path, victim):

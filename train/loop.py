@@ -116,7 +116,21 @@ def train(run: Run, console: Console) -> int:
         if held_out_loss is not None:
             with watch.phase("finish"):
                 finish(run, console, progress, watch, unwritten, held_out_loss=held_out_loss, bigram=bigram)
-    if held_out_loss is None:
+    _sum_up(run, console, progress, store, unwritten, is_stopped=held_out_loss is None)
+    return stop.exit_code if held_out_loss is None else 0
+
+
+def _sum_up(
+    run: Run,
+    console: Console,
+    progress: Progress,
+    store: checkpoint.CheckpointStore,
+    unwritten: Unwritten,
+    *,
+    is_stopped: bool,
+) -> None:
+    """Say where a stopped run stands and what could not be written; raises `SaveError` where that matters."""
+    if is_stopped:
         where = "" if store.failure else f", saved in {store.folder}"
         console.print(
             f"stopped after step {progress.step} of {run.config.num_steps}{where}\ncontinue with: {run.resume_command}"
@@ -124,7 +138,6 @@ def train(run: Run, console: Console) -> int:
     if line := unwritten.summary():
         console.print(line)
     check_saved(store, unwritten)
-    return stop.exit_code if held_out_loss is None else 0
 
 
 def _bigram(run: Run) -> float:
