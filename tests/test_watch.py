@@ -25,7 +25,7 @@ from tiny_run import config, write_text
 from ring_jax import make_mesh
 from train import evaluation, finish, flops, loop, report, run_steps, watch
 from train.alarms import SpikeAlarm, read_alarms
-from train.checkpoint import read_newest_meta
+from train.checkpoint import CheckpointError, read_newest_meta
 from train.config import CheckpointConfig, DataConfig, MeshConfig, WatchConfig
 from train.data import batches, load_corpus
 from train.memory import used_bytes
@@ -337,6 +337,9 @@ def test_the_list_of_batches_outlives_the_process_and_the_iterator(text, tmp_pat
         np.testing.assert_array_equal(batch["tokens"], drawn[expected])
         assert key == batch_key(states[expected])
     assert batch_key(b"state") != batch_key(b"another")
+    (tmp_path / "skipped.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"skipped\.json is damaged .*put back a copy of it, or delete it"):
+        SkipList(tmp_path / "skipped.json")
 
 
 def test_which_checkpoint_is_good(tmp_path):

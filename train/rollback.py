@@ -17,7 +17,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from train.checkpoint import CheckpointStore, Meta
+from train.checkpoint import CheckpointError, CheckpointStore, Meta
 from train.metrics import write_json
 from train.state import TrainState
 from train.unwritten import Unwritten
@@ -35,9 +35,19 @@ class SkipList:
     """The batches of a run that are passed over."""
 
     def __init__(self, path: pathlib.Path, *, writes: bool = True, unwritten: Unwritten | None = None):
-        """Read the list, if there is one; `writes` is False in a process that leaves the file to another."""
+        """Read the list, if there is one; `writes` is False in a process that leaves the file to another.
+
+        Raises:
+          CheckpointError: the file is damaged.
+        """
         self._path, self._writes, self._unwritten = path, writes, unwritten or Unwritten()
-        self._entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        try:
+            self._entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}); put back a copy of it, or delete it: then the batches that it named are "
+                "trained on again"
+            ) from error
         self._keys = {entry["batch"] for entry in self._entries}
 
     def __len__(self) -> int:
