@@ -10,7 +10,10 @@ Process 0 alone writes logs, metrics and summaries. In a job of one process all 
 import contextlib
 import dataclasses
 import json
+import pathlib
 import socket
+import time
+import uuid
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -50,6 +53,7 @@ class Job:
 
 
 _job = Job()
+_SHOWS_WITHIN_S = 20.0
 
 # Who tells how many processes there are and which this one is; JAX finds the address of the first one by itself.
 _LAUNCHERS = {
@@ -192,6 +196,39 @@ def check_same(name: str, values: Mapping[str, Any]) -> None:
             "differ:\n" + "\n".join(lines) + "\nStart every process from the same files with the same flags."
         )
     _job.client.wait_at_barrier(key, limit)
+
+
+def check_shared(folder: pathlib.Path) -> None:
+    """All processes see the same folder; what each would write into one of its own could never be put together.
+
+    Raises:
+      JoinError: names the processes that do not see a file of process 0.
+    """
+    if _job.num_processes == 1:
+        return
+    at("looking for a file of process 0 in the run directory", 0)
+    path = folder / f".seen_by_all_{gather(uuid.uuid4().hex)[0]}"
+    if is_main():
+        path.touch()
+    check_same("folders", {})  # it is there when the others have passed
+    blind = [process for process, host in enumerate(gather("" if _is_there(path) else socket.gethostname())) if host]
+    if is_main():
+        path.unlink()
+    if blind:
+        raise JoinError(
+            f"run_dir={str(folder)!r} must be one folder for all processes, but process {', '.join(map(str, blind))} "
+            "cannot see what process 0 writes there; name one on a file system that all hosts mount"
+        )
+
+
+def _is_there(path: pathlib.Path) -> bool:
+    """Whether a new file of another host shows, which may take a network file system some seconds."""
+    deadline = time.monotonic() + _SHOWS_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def check_batch(batch: Mapping[str, np.ndarray]) -> None:

@@ -46,6 +46,11 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
     Raises:
       ValueError: the run directory, the text or the checkpoint does not fit the configuration.
     """
+    if "://" in (config.run_dir or ""):
+        raise ValueError(
+            f"run_dir={config.run_dir!r} must be a folder of this machine; mount the store (gcsfuse, s3fs) and name "
+            "the folder where it is mounted"
+        )
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
     check_run_dir(run_dir, resume=config.resume)
     notes = []
@@ -83,6 +88,7 @@ def train(run: Run, console: Console) -> int:
     report.introduce(console, run.config, run.corpus, num_params=num_params, bigram=bigram, notes=run.notes)
 
     run.run_dir.mkdir(parents=True, exist_ok=True)
+    distributed.check_shared(run.run_dir)
     unwritten, store, data = Unwritten(console.print), _open_store(run), _open_data(run, mesh)
     progress = _begin(run, mesh, store, data, abstract, console)
     if distributed.is_main():
