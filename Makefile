@@ -11,11 +11,11 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-oldest lint format docs bench lock clean
+.PHONY: help setup quickstart test test-all test-oldest lint format docs bench bench-trainer lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  %-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  %-13s %s\n", $$1, $$2 }'
 
 setup: ## Make .venv with the pinned packages (the other tasks do this first)
 	@$(SETUP) .venv requirements/dev.txt
@@ -49,6 +49,9 @@ docs: setup ## Write docs/options.md from the tables in code
 
 bench: setup ## Time the attention against jax.nn.dot_product_attention
 	$(PY) -m benchmarks.attention $(ARGS)
+
+bench-trainer: setup ## Time the train step on 8 simulated devices against one, its data and its checkpoints
+	$(PY) -m benchmarks.trainer $(ARGS)
 
 lock: setup ## Pin the packages of pyproject.toml anew; ARGS=--upgrade takes the newest of each
 	sh scripts/lock.sh $(ARGS)

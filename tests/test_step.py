@@ -50,14 +50,14 @@ def make_config(sizes: tuple[int, ...], num_microbatches: int = 1, **changes: An
     return dataclasses.replace(config, **changes)
 
 
-def packed_batch(seed: int, length: int = T) -> dict[str, np.ndarray]:
+def packed_batch(seed: int, length: int = T, *, rows: int = B, shorter: int = 9) -> dict[str, np.ndarray]:
     """Documents of odd lengths, and more padding, hence fewer targets, in every next row."""
     rng = np.random.default_rng(seed)
-    batch = {name: np.zeros((B, length), np.int32) for name in ("positions", "segment_ids")}
-    batch["tokens"] = rng.integers(0, V, (B, length)).astype(np.int32)
-    batch["targets"] = np.full((B, length), -1, np.int32)
-    for row in range(B):
-        start, document, end = 0, 1, length - 3 - 9 * row
+    batch = {name: np.zeros((rows, length), np.int32) for name in ("positions", "segment_ids")}
+    batch["tokens"] = rng.integers(0, V, (rows, length)).astype(np.int32)
+    batch["targets"] = np.full((rows, length), -1, np.int32)
+    for row in range(rows):
+        start, document, end = 0, 1, length - 3 - shorter * row
         while start < end:
             stop = min(end, start + int(rng.integers(1, 40)))
             batch["positions"][row, start:stop] = np.arange(stop - start)

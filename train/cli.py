@@ -20,6 +20,7 @@ from train import distributed, platform
 from train.checks import validate
 from train.config import DataConfig, TrainConfig, nearest
 from train.errors import SaveError
+from train.unwritten import standard_output
 
 COMMANDS = (
     "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
@@ -44,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
     """Run one command.
 
     Returns:
-      The exit code. 0: done. 1: the loss is no longer finite, or the last checkpoint could not be written. 2: something
-      that was typed is wrong. 75: another process of the job was lost. 130, 143: ended early by SIGINT or SIGTERM, with
-      a checkpoint.
+      The exit code. 0: done. 1: too many steps in a row were skipped because the loss was not finite, or the last
+      checkpoint or the summary could not be written. 2: something that was typed is wrong. 75: another process of the
+      job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
@@ -202,7 +203,8 @@ def _run_process(config: TrainConfig, *, resume_command: str) -> int:
         raise UsageError(str(error)) from None
     try:
         quiet = not distributed.is_main()
-        return loop.train(run, Console(markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet))
+        plain = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
+        return loop.train(run, Console(file=standard_output(), quiet=quiet, **plain))
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from None
 
