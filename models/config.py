@@ -9,6 +9,38 @@ STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies stretched for a context longer than a model was first trained on (Llama 3.1)."""
+
+    factor: float = 1.0
+    """What low frequencies are divided by; 1: no scaling."""
+    low_freq_factor: float = 1.0
+    """Frequencies that turn less often than this in the original context are divided by the whole factor."""
+    high_freq_factor: float = 4.0
+    """Those that turn more often than this stay; between the two the change is gradual."""
+    original_max_position: int = 8192
+    """The original context, in tokens."""
+
+    def problems(self) -> list[str]:
+        """Every rule that is broken, as `value, rule; fix`."""
+        found = []
+        if not 1 <= self.factor < math.inf:
+            found.append(f"model.rope_scaling.factor={self.factor} must be at least 1 and finite; 1 means no scaling")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not 0 < low < high < math.inf:
+            found.append(
+                f"model.rope_scaling.low_freq_factor={low} must be greater than 0 and less than "
+                f"high_freq_factor={high}, which must be finite; Llama 3.1 uses 1 and 4"
+            )
+        if self.original_max_position < 1:
+            found.append(
+                f"model.rope_scaling.original_max_position={self.original_max_position} must be at least 1; "
+                "Llama 3.1 uses 8192"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes of a decoder transformer."""
 
@@ -28,6 +60,8 @@ class ModelConfig:
     """Hidden width of the MLP (F)."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies; larger for longer contexts."""
+    rope_scaling: RopeScaling = RopeScaling()
+    """Change of the frequencies for long contexts."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
@@ -77,6 +111,7 @@ class ModelConfig:
         for name, value in [("windows", w) for w in self.windows] + [(n, getattr(self, n)) for n in list(least)[1:]]:
             if value is not None and value < least[name]:
                 found.append(f"model.{name} holds {value}, which must be at least {least[name]}")
+        found += self.rope_scaling.problems()
         for name in ("attention_soft_cap", "final_soft_cap"):
             cap = getattr(self, name)
             if cap is not None and not 0 < cap < math.inf:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 
 import ring_jax
 from models.collectives import gather_tokens, gather_weight, scatter_tokens
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
 from models.sharding import RULES
 from ring_jax import manual
 
@@ -41,17 +41,35 @@ def random_weight(rngs: nnx.Rngs, shape: tuple[int, ...], *, fan_in: int, gain: 
     return nnx.Param((draw * (gain * fan_in**-0.5)).reshape(shape))
 
 
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Radians per position of every pair of channels, float64 [H / 2]: f = theta^(-2i/H), for long contexts scaled.
+
+    With original context C a frequency turns C f / 2 pi times. At most `low` times: it becomes f / factor; at least
+    `high` times: it stays; between them (1 - s) f / factor + s f with s = (C f / 2 pi - low) / (high - low).
+
+    Reference:
+      The Llama 3 Herd of Models, arXiv:2407.21783, section 3.4.2; the formula is that of the released Llama 3.1.
+    """
+    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling.factor == 1:
+        return frequency
+    turns = scaling.original_max_position * frequency / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
 def rotary_tables(
-    positions: Int[Array, "*B T"], head_dim: int, theta: float
+    positions: Int[Array, "*B T"], head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
 ) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
-    """Cosine and sine of the rotary angles, position * theta^(-2i/H), float32.
+    """Cosine and sine of the rotary angles, position * frequency (`rotary_frequencies`), float32.
 
     A float32 holds neither large integers nor large angles: at position 10^6 a plain product is wrong by up to 0.06
     radians, and from 2^24 on neighbors collide. So the position is split, p = 65536 * a + b, and the part of
     a is reduced modulo 2 pi with frequencies prepared in float64. Below 65,536 the result is that of the plain product;
     it is within 0.02 radians up to 2^31 - 1.
     """
-    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequency = rotary_frequencies(head_dim, theta, scaling)
     coarse_frequency = np.mod(65536 * frequency, 2 * np.pi)
     coarse = (positions >> 16).astype(jnp.float32)[..., None] * coarse_frequency.astype(np.float32)
     fine = (positions & 0xFFFF).astype(jnp.float32)[..., None] * frequency.astype(np.float32)
@@ -88,7 +106,8 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         layers, d, n = config.num_layers, config.embed_dim, config.num_heads
         k, h = config.num_kv_heads, config.head_dim
-        self.rope_theta, self.strategy, self.soft_cap = config.rope_theta, config.strategy, config.attention_soft_cap
+        self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
+        self.strategy, self.soft_cap = config.strategy, config.attention_soft_cap
         self.query = random_weight(rngs, (layers, d, n, h), fan_in=d)
         self.key = random_weight(rngs, (layers, d, k, h), fan_in=d)
         self.value = random_weight(rngs, (layers, d, k, h), fan_in=d)
@@ -111,7 +130,7 @@ class Attention(nnx.Module):
             jnp.einsum("BTD,DNH->BTNH", x, gather_weight(w[...], 0, width, x))
             for w in (self.query, self.key, self.value)
         )
-        cos, sin = rotary_tables(positions, query.shape[-1], self.rope_theta)
+        cos, sin = rotary_tables(positions, query.shape[-1], self.rope_theta, self.rope_scaling)
         attended = STRATEGIES[self.strategy](
             rotate(query, cos, sin),
             rotate(key, cos, sin),
