@@ -76,6 +76,10 @@ class ModelConfig:
     """Tokens ahead that each position predicts; from 2 on by residual blocks before the shared head."""
     mlp_chunk: int | None = None
     """Tokens of one pass through the MLP; less memory for its hidden layer, the same result. None: all at once."""
+    dropout_rate: float = 0.0
+    """Share of the activations that fall behind the embedding, attention and the MLP; in training only."""
+    attention_dropout_rate: float = 0.0
+    """Share of the attention probabilities that fall; in training only."""
     strategy: Literal["ring", "all_gather", "ulysses", "usp"] = "ring"
     """How the devices of the sequence axis share attention."""
     remat: Literal["none", "layer", "attention", "offload"] = "layer"
@@ -83,6 +87,11 @@ class ModelConfig:
     and statistics of attention, so that the ring does not turn again; these in host memory."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matmuls; parameters, norms, softmax statistics and the loss are float32 always."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether training drops anything."""
+        return self.dropout_rate > 0 or self.attention_dropout_rate > 0
 
     def problems(self) -> list[str]:
         """Every rule that this configuration breaks on any mesh, as `value, rule; fix`."""
@@ -116,6 +125,9 @@ class ModelConfig:
             cap = getattr(self, name)
             if cap is not None and not 0 < cap < math.inf:
                 found.append(f"model.{name}={cap} must be greater than 0 and finite; None means no cap")
+        for name in ("dropout_rate", "attention_dropout_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"model.{name}={getattr(self, name)} must be at least 0 and less than 1; 0 drops nothing")
         for name, known in (("remat", REMAT), ("strategy", STRATEGIES)):
             if getattr(self, name) not in known:
                 found.append(f"model.{name}={getattr(self, name)!r} must be one of {', '.join(known)}")

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
 import ring_jax
 from models.collectives import gather_tokens, gather_weight, scatter_tokens
+from models.dropout import ATTENTION, MLP_SUM, PROBABILITIES, drop_tokens, fold, place_in
 from models.config import ModelConfig, RopeScaling
 from models.sharding import RULES
 from ring_jax import manual
@@ -108,6 +109,7 @@ class Attention(nnx.Module):
         k, h = config.num_kv_heads, config.head_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         self.strategy, self.soft_cap = config.strategy, config.attention_soft_cap
+        self.dropout_rate = config.attention_dropout_rate
         self.query = random_weight(rngs, (layers, d, n, h), fan_in=d)
         self.key = random_weight(rngs, (layers, d, k, h), fan_in=d)
         self.value = random_weight(rngs, (layers, d, k, h), fan_in=d)
@@ -122,6 +124,7 @@ class Attention(nnx.Module):
         *,
         layout: str | None,
         window: int | None,
+        words: UInt32[Array, "B 2"] | None = None,
     ) -> Float[Array, "B t D"]:
         width = x.shape[-1]
         x = gather_tokens(x)
@@ -141,6 +144,8 @@ class Attention(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             layout=layout,
+            dropout_rate=0.0 if words is None else self.dropout_rate,
+            dropout_seed=words,
             axis_name=RULES.sequence if manual.axis_is_manual(RULES.sequence) else None,
         )
         return scatter_tokens(jnp.einsum("BTNH,NHD->BTD", attended, gather_weight(self.output[...], -1, width, x)))
@@ -187,6 +192,7 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(norm_shape, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
+        self.dropout_rate = config.dropout_rate
 
     @jax.named_scope("layer")
     def __call__(
@@ -197,9 +203,20 @@ class DecoderLayer(nnx.Module):
         *,
         layout: str | None,
         window: int | None = None,
+        words: UInt32[Array, "B 2"] | None = None,
+        number: Int[Array, ""] | None = None,
     ) -> Float[Array, "B t D"]:
+        """Run one layer; ``words`` are the keys of the rows for dropout, ``number`` that of the layer in the model."""
         # What depends on positions alone would be computed before the loop over layers when that loop is
         # differentiated, and kept: a mask for every pair of tokens. Tied to x, it is computed here and dropped.
-        x, positions, segment_ids = lax.optimization_barrier((x, positions, segment_ids))
-        x = x + self.attention(self.attention_norm(x), positions, segment_ids, layout=layout, window=window)
-        return x + self.mlp(self.mlp_norm(x))
+        x, positions, segment_ids, words = lax.optimization_barrier((x, positions, segment_ids, words))
+
+        def words_at(place: int) -> UInt32[Array, "B 2"] | None:
+            return None if words is None or number is None else fold(words, place_in(number, place))
+
+        y = self.attention(
+            self.attention_norm(x), positions, segment_ids, layout=layout, window=window, words=words_at(PROBABILITIES)
+        )
+        x = x + drop_tokens(y, words_at(ATTENTION), positions, segment_ids, self.dropout_rate)
+        y = self.mlp(self.mlp_norm(x))
+        return x + drop_tokens(y, words_at(MLP_SUM), positions, segment_ids, self.dropout_rate)
