@@ -63,8 +63,9 @@ def drop_tokens(
     """
     if words is None or not rate:
         return x
-    ids = [None if y is None else own_tokens(jnp.atleast_2d(y)) for y in (positions, segment_ids)]
-    zero = jnp.zeros(1, jnp.int32)
-    tokens = dropout.query_words(words, jnp.broadcast_to(zero, len(x)), zero, ids[0], ids[1])[:, 0]
+    positions = own_tokens(jnp.atleast_2d(positions))
+    segment_ids = None if segment_ids is None else own_tokens(jnp.atleast_2d(segment_ids))
+    rows, one_head = jnp.zeros(len(x), jnp.int32), jnp.zeros(1, jnp.int32)
+    tokens = dropout.query_words(words, rows, one_head, positions, segment_ids)[:, 0]
     kept = dropout.keep_features(tokens, x.shape[-1], rate)
     return jnp.where(kept, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))

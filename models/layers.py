@@ -19,8 +19,8 @@ from jaxtyping import Float, Int, UInt32
 
 import ring_jax
 from models.collectives import gather_tokens, gather_weight, scatter_tokens
-from models.dropout import ATTENTION, MLP_SUM, PROBABILITIES, drop_tokens, fold, place_in
 from models.config import ModelConfig, RopeScaling
+from models.dropout import ATTENTION, MLP_SUM, PROBABILITIES, drop_tokens, fold, place_in
 from models.sharding import RULES
 from ring_jax import manual
 
@@ -30,6 +30,8 @@ STRATEGIES = {
     "ulysses": ring_jax.ulysses_attention,
     "usp": ring_jax.usp_attention,
 }
+
+NO_SCALING = RopeScaling()
 
 type Positions = Int[Array, "B T"] | Int[Array, " T"]
 
@@ -61,7 +63,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.
 
 
 def rotary_tables(
-    positions: Int[Array, "*B T"], head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
+    positions: Int[Array, "*B T"], head_dim: int, theta: float, scaling: RopeScaling = NO_SCALING
 ) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
     """Cosine and sine of the rotary angles, position * frequency (`rotary_frequencies`), float32.
 

@@ -17,7 +17,15 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
-from models.collectives import GATHERED, gather_tokens, gather_weight, own_tokens, replicated, scatter_tokens, vocab_shard
+from models.collectives import (
+    GATHERED,
+    gather_tokens,
+    gather_weight,
+    own_tokens,
+    replicated,
+    scatter_tokens,
+    vocab_shard,
+)
 from models.config import ModelConfig
 from models.dropout import EMBEDDING, drop_tokens, fold, row_words
 from models.layers import DecoderLayer, Positions, RMSNorm, random_weight

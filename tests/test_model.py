@@ -41,11 +41,13 @@ def run(model: Transformer, tokens: np.ndarray, **keywords) -> np.ndarray:
     return np.asarray(jax.jit(lambda model, tokens, keywords: model(tokens, **keywords))(model, tokens, keywords))
 
 
-def run_sharded(model, tokens, *, layout, sequence, tensor=1, positions=None, segment_ids=None) -> np.ndarray:
+def run_sharded(
+    model, tokens, *, layout, sequence, tensor=1, positions=None, segment_ids=None, dropout_seed=None
+) -> np.ndarray:
     """The same call on local shards; everything goes in and comes out in natural order."""
     cut = P("data", "sequence")
     call = jax.shard_map(
-        lambda model, tokens, extra: model(tokens, layout=layout, **extra),
+        lambda model, tokens, extra: model(tokens, layout=layout, dropout_seed=dropout_seed, **extra),
         mesh=make_mesh(tensor=tensor, sequence=sequence),
         in_specs=(param_specs(model), cut, cut),
         out_specs=P("data", ("pipeline", "sequence")),  # the weights vary over pipeline, so the logits do, too
@@ -197,9 +199,7 @@ def test_scaled_frequencies_are_those_of_llama_3_1():
     assert kinds == (29, 29)  # 6 between them
     # theta 4 and head 8: f = 1, 1/2, 1/4, 1/8 turn 10.19, 5.09, 2.546, 1.273 times in 64 tokens.
     short = dataclasses.replace(scaling, original_max_position=64)
-    np.testing.assert_allclose(
-        rotary_frequencies(8, 4.0**2, short), [1, 0.5, 0.1440141, 0.0255869], rtol=1e-5
-    )
+    np.testing.assert_allclose(rotary_frequencies(8, 4.0**2, short), [1, 0.5, 0.1440141, 0.0255869], rtol=1e-5)
 
 
 def test_scaled_frequencies_reach_the_model(tokens):
@@ -209,6 +209,15 @@ def test_scaled_frequencies_reach_the_model(tokens):
     want = run(make_model(), tokens)
     np.testing.assert_allclose(run(make_model(rope_scaling=scaling), tokens, positions=positions), want, atol=2e-6)
     assert np.abs(run(make_model(), tokens, positions=positions) - want).max() > 0.1
+
+
+def test_scaling_out_of_range_is_refused():
+    scaling = RopeScaling(factor=0.5, low_freq_factor=4.0, high_freq_factor=1.0, original_max_position=0)
+    assert [p.split(" ")[0] for p in dataclasses.replace(CONFIG, rope_scaling=scaling).problems()] == [
+        "model.rope_scaling.factor=0.5",
+        "model.rope_scaling.low_freq_factor=4.0",
+        "model.rope_scaling.original_max_position=0",
+    ]
 
 
 # --- shards --------------------------------------------------------------------------------------------------------

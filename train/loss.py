@@ -127,4 +127,5 @@ def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:
         objective += config.loss.mtp_weight / (depth - 1) * further.sum()
     count = jnp.sum(batch["targets"] >= 0, dtype=jnp.int32)
     sums = objective, nll.sum(), count
-    return Sums(*(psum(replicated(x), RULES.batch, RULES.sequence) for x in sums), ticks)
+    objective, nats, count = (psum(replicated(x), RULES.batch, RULES.sequence) for x in sums)
+    return Sums(objective, nats, count, ticks)

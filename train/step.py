@@ -61,8 +61,9 @@ def make_train_step(
     """The compiled step (state, batch) -> (state, metrics); it donates the state and returns it in the same shardings.
 
     Metrics: `loss` (nats per target), `grad_norm` (before clipping), `param_norm`, `lr`, `num_targets`, `bubble` (share
-    of the stages' runs that had no microbatch, counted where they run), and `skipped`: 1 when the loss or the gradient norm was not finite, and parameters and optimizer were left as they were. A batch
-    without any target has loss 0 and gradients of exactly 0.
+    of the stages' runs that had no microbatch, counted where they run), and `skipped`: 1 when the loss or the gradient
+    norm was not finite, and parameters and optimizer were left as they were. A batch without any target has loss 0 and
+    gradients of exactly 0.
     """
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     schedule = make_schedule(config.optimizer, config.num_steps)
