@@ -11,6 +11,7 @@ A model whose attention crosses shards learns it. The same model with attention 
 change there) cannot do better than to guess one of the values.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ MODEL = ModelConfig(
 )
 
 
-def make_config(num_shards: int = 8, seq_len: int = 4096, batch_size: int = 8, num_steps: int = 120) -> TrainConfig:
+def make_config(num_shards: int = 8, seq_len: int = 4096, batch_size: int = 8, num_steps: int = 150) -> TrainConfig:
     """The run: all devices on the ring, rows cut into contiguous shards."""
     return TrainConfig(
         model=MODEL,
@@ -70,21 +71,25 @@ def make_batch(config: TrainConfig, seed: tuple[int, ...], *, cut: bool) -> dict
     return {"tokens": tokens, "targets": targets, "positions": positions, "segment_ids": segment_ids}
 
 
-def make_count_right(config: TrainConfig, mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
-    """The function (params, batch) -> targets that have the largest logit of their place."""
+@functools.cache
+def make_functions(config: TrainConfig) -> tuple[jax.sharding.Mesh, Callable[..., Any], Callable[..., jax.Array]]:
+    """The mesh, the train step, and the function (params, batch) -> targets with the largest logit of their place."""
+    mesh = make_mesh(**config.mesh.sizes())
 
     def count(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         given = {name: batch[name] for name in ("positions", "segment_ids")}
         right = params(batch["tokens"], **given, layout=config.layout).argmax(-1) == batch["targets"]
         return jax.lax.psum(right.sum(), ("data", "sequence"))
 
-    return jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(state_specs(config).params, BATCH_SPEC), out_specs=P()))
+    specs = state_specs(config).params, BATCH_SPEC
+    count_right = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=specs, out_specs=P()))
+    return mesh, make_train_step(config, mesh), count_right
 
 
 def train(config: TrainConfig, *, cut: bool, every: int = 0) -> float:
     """Train from scratch; returns the share of fresh questions that are answered right."""
-    mesh = make_mesh(**config.mesh.sizes())
-    state, step, count = init_state(config, mesh), make_train_step(config, mesh), make_count_right(config, mesh)
+    mesh, step, count_right = make_functions(config)
+    state = init_state(config, mesh)
     for number in range(config.num_steps):
         state, measured = step(state, place_batch(make_batch(config, (0, number), cut=cut), config, mesh))
         if every and (number + 1) % every == 0:
@@ -92,7 +97,7 @@ def train(config: TrainConfig, *, cut: bool, every: int = 0) -> float:
     right = total = 0
     for number in range(4):
         batch = make_batch(config, (1, number), cut=cut)
-        right += int(count(state.params, place_batch(batch, config, mesh)))
+        right += int(count_right(state.params, place_batch(batch, config, mesh)))
         total += int((batch["targets"] != IGNORE).sum())
     return right / total
 
