@@ -68,4 +68,5 @@ def drop_tokens(
     rows, one_head = jnp.zeros(len(x), jnp.int32), jnp.zeros(1, jnp.int32)
     tokens = dropout.query_words(words, rows, one_head, positions, segment_ids)[:, 0]
     kept = dropout.keep_features(tokens, x.shape[-1], rate)
-    return jnp.where(kept, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
+    # In float32: the factor rounded to bfloat16 would make everything larger or smaller, layer after layer.
+    return jnp.where(kept, x.astype(jnp.float32) * (1 / (1 - rate)), 0).astype(x.dtype)

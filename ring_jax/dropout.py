@@ -55,6 +55,8 @@ def query_words(
 
     Where every row has a seed of its own, its number does not enter.
     """
+    if seed.ndim == 2 and len(seed) != len(rows):
+        raise ValueError(f"dropout_seed has seeds for {len(seed)} rows, and there are {len(rows)}; pass one for each")
     rows, heads, positions = (x.astype(jnp.uint32) for x in (rows[:, None], heads[None], positions))
     rows = rows if seed.ndim == 1 else jnp.zeros_like(rows)
     first, second = mix(seed[..., :1], seed[..., 1:], rows, heads)

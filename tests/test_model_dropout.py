@@ -49,6 +49,14 @@ def test_share_and_expectation():
     assert abs(share / (1 - RATE) - 1) < 0.03  # the mean of what is left is that of all
 
 
+def test_bfloat16_keeps_the_expectation():
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (4, 64, 33)), jnp.bfloat16)
+    dropped = np.asarray(drop_tokens(x, row_words(0, 4), jnp.arange(64), None, RATE), np.float64)
+    stays = dropped > 0
+    scale = dropped[stays].sum() / np.asarray(x, np.float64)[stays].sum()
+    assert abs(scale * (1 - RATE) - 1) < 2e-4  # the factor rounded to bfloat16 would be off by 8e-4
+
+
 def test_every_part_of_the_key_counts():
     base = kept()
     for other in (kept(seed=1), kept(seed=1 << 40), kept(place=1), kept(segment=2), kept(positions=1 << 20)):
@@ -92,6 +100,8 @@ def test_rows_of_attention_may_have_seeds_of_their_own():
             query[one], key[one], value[one], is_causal=True, dropout_rate=0.5, dropout_seed=seeds[row]
         )
         np.testing.assert_allclose(got[one], want, atol=5e-6)
+    with pytest.raises(ValueError, match="dropout_seed has seeds for 3 rows, and there are 2; pass one for each"):
+        call(query, key, value, dropout_seed=np.zeros((3, 2), np.uint32))
 
 
 # --- the train step ------------------------------------------------------------------------------------------------
