@@ -14,33 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ring_jax import ulysses
+from ring_jax.hardware import HARDWARE, Hardware, find_hardware
 from ring_jax.routes import Grid
 
+__all__ = ["HARDWARE", "Choice", "Hardware", "Sizes", "choose_strategy", "find_hardware", "hidden_length"]
+
 logger = logging.getLogger("ring_jax")
-
-
-class Hardware(NamedTuple):
-    """What a device can do: FLOP/s in bfloat16 without sparsity, bytes/s of one hop (both directions of a TPU ring)."""
-
-    flops: float
-    hop_bytes: float
-    hbm_bytes: float
-
-
-HARDWARE = {
-    "TPU v4": Hardware(2.75e14, 9e10, 34.4e9),
-    "TPU v5 lite": Hardware(1.97e14, 9e10, 17.2e9),
-    "TPU v5": Hardware(4.59e14, 18e10, 103e9),
-    "TPU v5p": Hardware(4.59e14, 18e10, 103e9),
-    "TPU v6 lite": Hardware(9.2e14, 18e10, 34.4e9),
-    "TPU7x": Hardware(2.307e15 / 2, 9e10, 103e9),  # a chip is two devices
-    "NVIDIA A100": Hardware(3.12e14, 300e9, 80e9),
-    "NVIDIA H100": Hardware(9.89e14, 450e9, 80e9),
-    "NVIDIA H200": Hardware(9.89e14, 450e9, 141e9),
-    "NVIDIA B200": Hardware(2.25e15, 900e9, 192e9),
-}
-"""By the start of ``device_kind``. FLOP/s and memory: vendors' data sheets and JAX's own TPU table; links: the scaling
-book (jax-ml.github.io/scaling-book), NVLink within a host for GPUs."""
 
 
 class Choice(NamedTuple):
@@ -61,12 +40,6 @@ class Sizes(NamedTuple):
     gradient_itemsize: int = 4
     balanced_causal: bool = False
     num_hops: int | None = None  # of the ring, where the mask needs fewer than all
-
-
-def find_hardware(device_kind: str) -> Hardware | None:
-    """The entry whose name starts the device's kind; the longest where several do."""
-    fits = [name for name in HARDWARE if device_kind.startswith(name)]
-    return HARDWARE[max(fits, key=len)] if fits else None
 
 
 def hidden_length(sizes: Sizes, hardware: Hardware) -> tuple[float, float]:
