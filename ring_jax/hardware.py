@@ -80,6 +80,24 @@ SOURCES = {
 """Where each column of `HARDWARE` comes from."""
 
 
+KERNEL_EFFICIENCY = {
+    "tpu": (0.4, 0.4),
+    "gpu": (0.6, 0.5),
+    "tpu7x": (0.31, 0.35),
+    "b200": (0.63, 0.54),
+    "gb200": (0.63, 0.54),
+}
+"""Share of the peak that an attention kernel reaches on long causal blocks of head size 128, (forward, backward), by
+name, else by platform. gpu: FlashAttention 3 on H100, 600 and 500 of 989 TFLOP/s. b200: FlashAttention 4 at 8K, 1418
+and 1209 of 2250. tpu7x: tokamax's splash attention at 32K (head size 256 reaches twice that). tpu: an assumption, as
+nothing is published."""
+
+
+def kernel_efficiency(hardware: Hardware) -> tuple[float, float]:
+    """(forward, backward) share of the peak that a good attention kernel reaches."""
+    return KERNEL_EFFICIENCY.get(hardware.name, KERNEL_EFFICIENCY[hardware.platform])
+
+
 def find_hardware(device_kind: str) -> Hardware | None:
     """The entry whose name starts the device's kind; the longest where several do."""
     fits = [name for name in HARDWARE if device_kind.startswith(name)]
