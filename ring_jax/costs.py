@@ -94,7 +94,9 @@ def exchanged_heads(call: Call, grid: Grid) -> int:
 
 
 def num_hops(call: Call, grid: Grid) -> int:
-    """Hops of K and V round the ring: to all other places, or to those that the mask can reach."""
+    """Hops of K and V round the ring: to all other places, or with a window to those that the mask can reach."""
+    if call.window is None:
+        return grid.num_places - 1
     rules = Rules(call.is_causal, None if call.window is None else (call.window, 0 if call.is_causal else call.window))
     length = call.seq_len // grid.num_places
     plan = routes.reachable(grid, Reach(call.layout, rules, (length, length), True, True))

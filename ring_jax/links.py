@@ -128,7 +128,7 @@ def single_link(hardware: Hardware, size: int, kind: str = "auto") -> Link:
 def axis_links(topology: Topology, sizes: Mapping[str, int]) -> dict[str, Link]:
     """The link of every mesh axis, as `ring_jax.make_mesh` lays the axes (the last varies fastest).
 
-    GPU: device numbers follow the mesh, host by host. TPU: each axis takes whole dimensions of the torus.
+    GPU: device numbers follow the mesh, host by host. TPU: each axis takes dimensions of the torus.
 
     Args:
       topology: the devices. sizes: mesh axis to size, in mesh order; their product is the number of devices.
@@ -151,13 +151,8 @@ def axis_links(topology: Topology, sizes: Mapping[str, int]) -> dict[str, Link]:
     hardware = topology.hardware
     rate = hardware.link_bytes * hardware.achieved
     if topology.platform == "tpu":
-        dims = lay_on_torus(topology, sizes)
-        closes = {axis: all(_closes(n, hardware) for n in lengths) for axis, lengths in dims.items()}
         return {
-            axis: Link(
-                size, rate, hardware.latency, _torus_words(dims[axis], closes[axis]), True, closes[axis], dims[axis]
-            )
-            for axis, size in sizes.items()
+            axis: _torus_link(topology, sizes[axis], sides) for axis, sides in lay_on_torus(topology, sizes).items()
         }
     links, stride = {}, 1
     for axis, size in reversed(list(sizes.items())):
@@ -169,28 +164,65 @@ def axis_links(topology: Topology, sizes: Mapping[str, int]) -> dict[str, Link]:
     return {axis: links[axis] for axis in sizes}
 
 
-def lay_on_torus(topology: Topology, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The torus dimensions that each mesh axis takes, by the rule of ``jax.experimental.mesh_utils``.
+class Side(NamedTuple):
+    """What a mesh axis takes of one dimension of the torus: every ``stride``-th of ``of`` chips, ``length`` of them."""
 
-    The last axis chooses first, as many dimensions as its size can be the product of. The two devices of a TPU7x chip
-    are a dimension, the first to be taken.
+    length: int
+    stride: int
+    of: int
+
+
+def lay_on_torus(topology: Topology, sizes: Mapping[str, int]) -> dict[str, tuple[Side, ...]]:
+    """What each mesh axis takes of the torus, by the rule of ``jax.experimental.mesh_utils``.
+
+    The last axis chooses first, as many whole dimensions as its size can be the product of. The two devices of a TPU7x
+    chip are a dimension, the first to be taken. Where an axis is no such product, dimensions are split: the last axis
+    gets neighbors, those before it every so-many-th chip.
 
     Raises:
-      ValueError: an axis is no product of the dimensions that are left.
+      ValueError: an axis has a factor that no dimension is left for.
     """
-    dims = [*topology.shape, *([topology.hardware.per_chip] if topology.hardware.per_chip > 1 else [])]
-    left, cores = dict(enumerate(dims)), topology.hardware.per_chip > 1
-    laid: dict[str, tuple[int, ...]] = {}
+    cores = topology.hardware.per_chip
+    dims = [*topology.shape, *([cores] if cores > 1 else [])]
+    left = dict(enumerate(dims))
+    laid: dict[str, tuple[Side, ...]] = {}
     for axis, size in reversed(list(sizes.items())):
-        found = _subset(left, size, first=len(dims) - 1 if cores else None)
+        found = _subset(left, size, first=len(dims) - 1 if cores > 1 else None)
         if found is None:
-            free = "x".join(map(str, left.values())) or "none"
-            raise ValueError(
-                f"mesh axis {axis}={size} must be a product of whole dimensions of {topology.name}, of which {free} "
-                f"are left when it is laid; choose sizes from products of {'x'.join(map(str, dims))}"
-            )
-        laid[axis] = tuple(left.pop(i) for i in found)
+            return _split_torus(topology, dims, sizes)
+        laid[axis] = tuple(Side(n, 1, n) for n in (left.pop(i) for i in found) if n > 1)
     return {axis: laid[axis] for axis in sizes}
+
+
+def _split_torus(topology: Topology, dims: list[int], sizes: Mapping[str, int]) -> dict[str, tuple[Side, ...]]:
+    """Parts of dimensions for each axis, longest first."""
+    taken = [1] * len(dims)
+    laid: dict[str, tuple[Side, ...]] = {}
+    for axis, size in reversed(list(sizes.items())):
+        sides, rest = [], size
+        for i in sorted(range(len(dims)), key=lambda i: -math.gcd(dims[i] // taken[i], size)):
+            part = math.gcd(dims[i] // taken[i], rest)
+            if part > 1:
+                sides.append(Side(part, taken[i], dims[i]))
+                taken[i], rest = taken[i] * part, rest // part
+        if rest > 1:
+            raise ValueError(
+                f"mesh axis {axis}={size} cannot be laid along {topology.name}: no dimension is left for its factor "
+                f"{rest}; choose sizes from the factors of {'x'.join(map(str, dims))}"
+            )
+        laid[axis] = tuple(sides)
+    return {axis: laid[axis] for axis in sizes}
+
+
+def _torus_link(topology: Topology, size: int, sides: tuple[Side, ...]) -> Link:
+    """Messages of an axis that takes every so-many-th chip share each link; a part of a dimension does not close."""
+    hardware = topology.hardware
+    wraps = all((side.length == side.of and _closes(side.of, hardware)) or side[:2] == (2, 1) for side in sides)
+    stride = max((side.stride for side in sides), default=1)
+    dims = tuple(side.length for side in sides)
+    words = _torus_words(dims, wraps) + (f", {stride} messages share a link" if stride > 1 else "")
+    rate = hardware.link_bytes * hardware.achieved / stride
+    return Link(size, rate, hardware.latency, words, True, wraps, dims)
 
 
 def _subset(dims: Mapping[int, int], size: int, first: int | None) -> tuple[int, ...] | None:

@@ -1,5 +1,7 @@
 """Names of topologies, and the links that the axes of a mesh get on them."""
 
+import math
+
 import numpy as np
 import pytest
 from jax._src import mesh_utils
@@ -76,8 +78,6 @@ AXES = ("data", "tensor", "pipeline", "sequence")
         ("v5p:8x8x8", (1, 8, 1, 64)),
         ("tpu7x:4x4x4", (1, 8, 1, 16)),
         ("tpu7x:4x4x4", (4, 4, 1, 8)),
-        ("v5p:4x4x8", (1, 2, 1, 64)),
-        ("v5p:4x4x8", (2, 2, 2, 16)),
     ],
 )
 def test_axes_lie_on_the_torus_as_jax_lays_them(name, sizes):
@@ -86,16 +86,24 @@ def test_axes_lie_on_the_torus_as_jax_lays_them(name, sizes):
     devices = np.empty((*topology.shape, *core), object)
     for i in range(devices.size):
         devices.flat[i] = type("Device", (), {"device_kind": topology.device_kind})()
-    try:
-        _, assigned = mesh_utils._create_device_mesh_for_nd_torus(devices, sizes)
-    except NotImplementedError:
-        with pytest.raises(ValueError, match=r"must be a product of whole dimensions of v5p:4x4x8"):
-            lay_on_torus(topology, dict(zip(AXES, sizes, strict=True)))
-        return
+    _, assigned = mesh_utils._create_device_mesh_for_nd_torus(devices, sizes)
     found = lay_on_torus(topology, dict(zip(AXES, sizes, strict=True)))
     for column, axis in enumerate(AXES):
-        theirs = sorted(n for n in assigned[:, column] if n > 1)
-        assert sorted(n for n in found[axis] if n > 1) == theirs, axis
+        assert sorted(side.length for side in found[axis]) == sorted(n for n in assigned[:, column] if n > 1), axis
+
+
+def test_axes_that_split_the_torus():
+    """No product of 4, 4 and 8 is 64, nor of 16 and 16 8: part of a side does not close, and what skips chips shares
+    each link with as many messages as it skips."""
+    topology = parse_topology("v5p:4x4x8")
+    found = axis_links(topology, dict(zip(AXES, (1, 2, 1, 64), strict=True)))
+    assert sorted(found["sequence"].dims) == [2, 4, 8] and not found["sequence"].is_slow
+    assert found["tensor"].hop_rate() == topology.hardware.link_bytes / 2
+    found = axis_links(parse_topology("v5e:16x16"), {"data": 32, "sequence": 8})
+    assert found["sequence"].is_slow and found["sequence"].words == "torus 8 without wraparound"
+    assert found["data"].hop_rate() == 4.5e10 / 8 / 2 and "messages share a link" in found["data"].words
+    with pytest.raises(ValueError, match=r"sequence=3 cannot be laid along v5p:4x4x8: .* factor 3; choose sizes from"):
+        lay_on_torus(topology, {"sequence": 3})
 
 
 def test_links_on_gpu_hosts():
