@@ -217,7 +217,9 @@ def _split_torus(topology: Topology, dims: list[int], sizes: Mapping[str, int]) 
 def _torus_link(topology: Topology, size: int, sides: tuple[Side, ...]) -> Link:
     """Messages of an axis that takes every so-many-th chip share each link; a part of a dimension does not close."""
     hardware = topology.hardware
-    wraps = all((side.length == side.of and _closes(side.of, hardware)) or side[:2] == (2, 1) for side in sides)
+    wraps = all(
+        side.length == 2 or (side.length * side.stride == side.of and _closes(side.of, hardware)) for side in sides
+    )
     stride = max((side.stride for side in sides), default=1)
     dims = tuple(side.length for side in sides)
     words = _torus_words(dims, wraps) + (f", {stride} messages share a link" if stride > 1 else "")
