@@ -18,7 +18,7 @@ from ring_jax import costs
 from ring_jax.costs import Timing, attention_memory, attention_time, make_call
 from ring_jax.hardware import Topology, kernel_efficiency
 from ring_jax.links import Link, axis_links, joined
-from train.config import TrainConfig
+from train.config import MeshConfig, TrainConfig
 from train.flops import BatchCounts, model_flops
 from train.memory import estimate_memory, state_bytes
 
@@ -97,6 +97,11 @@ class _Layer(NamedTuple):
 
 
 @functools.cache
+def _links(topology: Topology, mesh: MeshConfig) -> dict[str, Link]:
+    return axis_links(topology, mesh.sizes())
+
+
+@functools.cache
 def _attention(call: costs.Call, strategy: str, link: Link, rates: tuple[float, float]) -> Timing | None:
     return attention_time(call, strategy, link, rates)
 
@@ -134,7 +139,7 @@ def predict_step(config: TrainConfig, topology: Topology, efficiency: Efficiency
     """
     efficiency = efficiency or default_efficiency(topology)
     model, mesh, hardware = config.model, config.mesh, topology.hardware
-    links = axis_links(topology, mesh.sizes())
+    links = _links(topology, mesh)
     layer = _layer_cost(config, topology, links, efficiency)
     useful = config.accumulate * config.num_microbatches * model.num_layers / mesh.pipeline
     waiting = config.accumulate * (mesh.pipeline - 1) * model.num_layers / (mesh.pipeline * config.repeats)
@@ -249,7 +254,7 @@ def predict_memory(config: TrainConfig) -> StepMemory:
     more = max(0.0, held[0].backward - held[1].backward) if held[0] and held[1] else 0.0
     return StepMemory(
         state=state.params + state.moments + state.batch,
-        gradients=state.params,
+        gradients=state.params * (2 if config.accumulate > 1 else 1),  # a piece's, and the sum of those before
         saved=estimate.saved,
         working=estimate.working + more,
     )
