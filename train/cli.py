@@ -25,7 +25,7 @@ from train.unwritten import standard_output
 COMMANDS = (
     "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
 )  # fmt: skip
-BUILT = ("run", "prepare", "tokenizer")
+BUILT = ("run", "prepare", "tokenizer", "plan")
 _PROGRAM = "python -m train"
 _USAGE = f"usage: {_PROGRAM} run CONFIG [--a.b value]; for example: {_PROGRAM} run configs/quickstart.py --num-steps 20"
 _HELP = f"""{_USAGE}
@@ -33,6 +33,7 @@ _HELP = f"""{_USAGE}
   run CONFIG                                        train
   prepare CONFIG                                    read and tokenise the data of a run, before it
   tokenizer [CONFIG] --vocab-size N --out FILE      make a tokenizer.json from the training documents
+  plan CONFIG --topology v5p:4x4x8                  the fastest mesh and strategy for a machine, by closed forms
 
 {_PROGRAM} COMMAND CONFIG --help lists every field of the configuration."""
 
@@ -46,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
       The exit code. 0: done. 1: too many steps in a row were skipped because the loss was not finite, or the last
-      checkpoint or the summary could not be written. 2: something that was typed is wrong. 75: another process of the
-      job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
+      checkpoint or the summary could not be written. 2: something that was typed is wrong. 3: of a plan, nothing fits.
+      75: another process of the job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
@@ -56,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
         if argv and argv[0] == "tokenizer":
             return _make_tokenizer(argv[1:])
         path, overrides = _split(argv)
+        if argv[0] == "plan":
+            return _plan(path, overrides)
         config = _read_config(path, overrides, command=argv[0])
         if argv[0] == "prepare":
             return _prepare(config)
@@ -136,6 +139,22 @@ def _prepare(config: TrainConfig) -> int:
     if not corpus.is_cached:
         print("text files as bytes stay in memory: nothing was written; --data.cache FOLDER makes a cache all the same")
     return 0
+
+
+def _plan(path: str, overrides: list[str]) -> int:
+    """Search for the fastest way to train on a machine, without any device."""
+    from train import planning
+
+    arguments = tyro.cli(
+        planning.Arguments,
+        default=planning.Arguments(config=_read_file(path), topology=tyro.MISSING),
+        args=overrides,
+        prog=f"{_PROGRAM} plan {path}",
+    )
+    try:
+        return planning.command(arguments, _say)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
