@@ -24,7 +24,7 @@ from train.errors import SaveError
 COMMANDS = (
     "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
 )  # fmt: skip
-BUILT = ("run", "prepare", "tokenizer")
+BUILT = ("run", "prepare", "tokenizer", "rehearse")
 _PROGRAM = "python -m train"
 _USAGE = f"usage: {_PROGRAM} run CONFIG [--a.b value]; for example: {_PROGRAM} run configs/quickstart.py --num-steps 20"
 _HELP = f"""{_USAGE}
@@ -32,6 +32,7 @@ _HELP = f"""{_USAGE}
   run CONFIG                                        train
   prepare CONFIG                                    read and tokenise the data of a run, before it
   tokenizer [CONFIG] --vocab-size N --out FILE      make a tokenizer.json from the training documents
+  rehearse CONFIG --topology v5p:4x4x8              compile the train step for a machine that is not here
 
 {_PROGRAM} COMMAND CONFIG --help lists every field of the configuration."""
 
@@ -45,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
       The exit code. 0: done. 1: the loss is no longer finite, or the last checkpoint could not be written. 2: something
-      that was typed is wrong. 75: another process of the job was lost. 130, 143: ended early by SIGINT or SIGTERM, with
-      a checkpoint.
+      that was typed is wrong. 3, 4: of a rehearsal, the step does not fit, or a hop of the ring is exposed. 75: another
+      process of the job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
@@ -55,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         if argv and argv[0] == "tokenizer":
             return _make_tokenizer(argv[1:])
         path, overrides = _split(argv)
+        if argv[0] == "rehearse":
+            return _rehearse(path, overrides)
         config = _read_config(path, overrides, command=argv[0])
         if argv[0] == "prepare":
             return _prepare(config)
@@ -135,6 +138,24 @@ def _prepare(config: TrainConfig) -> int:
     if not corpus.is_cached:
         print("text files as bytes stay in memory: nothing was written; --data.cache FOLDER makes a cache all the same")
     return 0
+
+
+def _rehearse(path: str, overrides: list[str]) -> int:
+    """Compile the train step for a machine that is not here."""
+    default = _read_file(path)
+    from ring_jax.pods import MissingCompilerError
+    from train import rehearse
+
+    arguments = tyro.cli(
+        rehearse.Arguments,
+        default=rehearse.Arguments(config=default, topology=tyro.MISSING),
+        args=overrides,
+        prog=f"{_PROGRAM} rehearse {path}",
+    )
+    try:
+        return rehearse.command(arguments, _say)
+    except (ValueError, MissingCompilerError) as error:
+        raise UsageError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
