@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest lint format docs bench lock clean
+.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest test-tpu lint format docs bench lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
@@ -39,6 +39,10 @@ test-oldest: VENV = .venv-oldest
 test-oldest: ## Run the tests on the oldest JAX that is supported, in .venv-oldest
 	@$(SETUP) .venv-oldest requirements/oldest.txt
 	$(PYTEST) $(ARGS)
+
+test-tpu: VENV = .venv-tpu
+test-tpu: setup-tpu ## Run the tests that compile for a TPU, without one, in .venv-tpu
+	$(PYTEST) -m tpu $(ARGS)
 
 lint: setup ## Check style, format, types and the direction of the imports
 	$(PY) -m ruff check

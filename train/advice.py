@@ -122,6 +122,8 @@ def _changes(config: TrainConfig) -> list[tuple[Change, str]]:
         if sizes[less] % 2 == 0:
             changed = {f"mesh.{more}": sizes[more] * 2, f"mesh.{less}": sizes[less] // 2}
             found.append((changed, "the same devices, cut otherwise"))
+            if less == "data":  # twice the rows on each, of which half at a time
+                found.append((changed | {"accumulate": 2 * config.accumulate}, "longer rings, rows one after another"))
     if config.model.mlp_chunk is None:
         found.append(({"model.mlp_chunk": 4096}, "the MLP's hidden layer in pieces"))
     if config.loss.chunk > 256:

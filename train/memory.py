@@ -44,11 +44,14 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     piece = tokens / config.num_microbatches
     heads = model.head_dim * (model.num_heads + model.num_kv_heads)
     layer_params = model.embed_dim * (2 * heads + 3 * model.mlp_dim)
-    # Query, key, value, output with their gradients; float32 sums of dQ, dK, dV; gate, up and product with gradients.
-    inside = width * (4 * heads + 6 * model.mlp_dim) + 4 * heads
-    layer = piece * (inside / mesh.tensor + 2 * width * model.embed_dim)  # inputs gathered over `tensor`, and gradients
+    # Query, key, value, output with their gradients and float32 sums of dQ, dK, dV; gate, up, product with gradients.
+    inside, hidden = width * 4 * heads + 4 * heads, width * 6 * model.mlp_dim
+    at_once = piece if model.mlp_chunk is None else min(piece, model.mlp_chunk)
+    layer = (piece * inside + at_once * hidden) / mesh.tensor
+    layer += piece * 2 * width * model.embed_dim  # inputs gathered over `tensor`, and gradients
     attention = width * model.head_dim * model.num_heads + 4 * model.num_heads  # out and lse
-    kept = {"none": inside, "layer": 0, "attention": attention, "offload": 0}[model.remat] + width * model.embed_dim
+    everything = inside + (hidden if model.mlp_chunk is None else 0)
+    kept = {"none": everything, "layer": 0, "attention": attention, "offload": 0}[model.remat] + width * model.embed_dim
     saved = tokens * kept * model.num_layers / mesh.pipeline / mesh.tensor
     weights = width * layer_params / mesh.tensor
     logits = 2 * 4 * min(config.loss.chunk, tokens) * model.vocab_size / mesh.tensor / mesh.pipeline
