@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest test-tpu lint format docs bench lock clean
+.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest test-tpu lint format docs rehearsals bench lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
@@ -56,6 +56,9 @@ format: setup ## Format the code and mend what ruff can mend
 
 docs: setup ## Write docs/options.md from the tables in code
 	$(PY) scripts/options_page.py
+
+rehearsals: setup setup-tpu setup-gpu ## Compile the presets for their machines and write docs/rehearsals.md; ARGS="8b-1m-v5p" takes some
+	$(PY) scripts/rehearsals.py $(ARGS)
 
 bench: setup ## Time the attention against jax.nn.dot_product_attention
 	$(PY) -m benchmarks.attention $(ARGS)
