@@ -66,9 +66,10 @@ CASES = (
 )
 _INTRODUCTION = """# Rehearsals
 
-Written by `make rehearsals` (`scripts/rehearsals.py`). **Nothing here was measured on hardware.** Each train step was compiled on
-a host without accelerators, by the compiler of the machine it is for. Memory, collectives and what they hide behind are
-read from that program; step time, tokens/s and MFU are predicted from figures of the machine (`train/forecast.py`).
+Written by `make rehearsals` (`scripts/rehearsals.py`). **Nothing here was measured on hardware.** Each train step was
+compiled on a host without accelerators, by the compiler of the machine it is for. Memory, collectives and what they
+hide behind are read from that program; step time, tokens/s and MFU are predicted from figures of the machine
+(`train/forecast.py`).
 
     make setup-tpu      # or setup-gpu: the compiler for the machine, once
     .venv-tpu/bin/python -m train rehearse configs/llama3_8b_1m.py --topology v5p:4x4x8
@@ -82,14 +83,14 @@ read from that program; step time, tokens/s and MFU are predicted from figures o
 
 With `--json` the last line is one of JSON; `--dump-hlo PATH` writes the scheduled program.
 
-- *Ring hops* are all permutes over `sequence` that the ring sends, each run counted: K with V, positions and segment ids
-  forward, again where a layer is computed again, and backward; dK with dV.
+- *Ring hops* are all permutes over `sequence` that the ring sends, each run counted: K with V, positions and segment
+  ids forward, again where attention is computed again, and backward; dK with dV.
 - The *last homecoming* of dK and dV, one for each layer and microbatch, comes after the last step of its ring. It is
   reported apart, with what it costs, and does not count as exposed.
 - *Exposed ms* of a transfer: all of its time where nothing is scheduled meanwhile; of a hop, what it takes longer than
   the block of attention it hides behind.
-- "Fits" is the compiler's word on a TPU, which refuses what does not; on a GPU it is the sum against the device's memory, of
-  which JAX takes 75 % unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says more.
+- "Fits" is the compiler's word on a TPU, which refuses what does not; on a GPU it is the sum against the device's
+  memory, of which JAX takes 75 % unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says more.
 - Not in the predicted time: the optimizer's memory traffic, tiles that a kernel computes in vain, the host, waiting.
 
 """
@@ -98,9 +99,7 @@ With `--json` the last line is one of JSON; `--dump-hlo PATH` writes the schedul
 def rehearse(case: Case) -> str:
     """Its output, which is kept, too."""
     print(f"{case.title}\n  {case.command}", flush=True)
-    done = subprocess.run(
-        ["nice", *shlex.split(case.command)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(["nice", *shlex.split(case.command)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode not in (0, 3, 4):
         raise SystemExit(f"exit code {done.returncode}\n{done.stderr[-3000:]}")
     text = f"{done.stdout}exit code {done.returncode}\n"

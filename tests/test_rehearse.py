@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+import ring_jax
 from ring_jax import planner, pods
 from ring_jax.inspection import Collective
 from train import advice, cli, forecast, rehearse
@@ -315,9 +316,33 @@ def test_executed_flops():
     assert forecast.executed_flops(config, tokens, pairs) == expected
 
 
-@pytest.mark.skipif(
+needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: `make test-tpu` runs this"
 )
+
+
+@needs_libtpu
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("name", "kind", "axes"),
+    [
+        ("v4:2x2x1", "TPU v4", {"sequence": 4}),
+        ("v5e:16x16", "TPU v5 lite", {"tensor": 4, "sequence": 64}),  # no product of whole sides
+        ("v6e:4x4", "TPU v6 lite", {"sequence": 16}),
+        ("v5p:4x4x8", "TPU v5", {"tensor": 4, "sequence": 32}),
+        ("tpu7x:4x4x4", "TPU7x", {"tensor": 4, "sequence": 32}),
+    ],
+)
+def test_rings_on_slices(name, kind, axes):
+    """The devices are as many as the name says, and every hop of a ring has its links to itself."""
+    pod = pods.find(name)
+    devices = pods.devices(pod)
+    assert (len(devices), {device.device_kind for device in devices}) == (pod.num_devices, {kind})
+    mesh = ring_jax.make_mesh(**axes, devices=devices)
+    assert pods.link_load(pod, mesh, "sequence") == 1
+
+
+@needs_libtpu
 @pytest.mark.tpu
 def test_compiled_for_a_tpu(capsys):
     small = "--mesh.sequence 4 --data.seq-len 4096 --model.head-dim 128 --model.num-heads 4 --model.embed-dim 256"

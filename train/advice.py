@@ -57,13 +57,12 @@ def advise(config: TrainConfig, pod: Pod, used: int | None, available: int | Non
         return []
     predict = scaled_estimate(config, used)
     now = used or predict(config)
-    changes = sorted((predict(apply(config, change)), i) for i, (change, _) in enumerate(_changes(config)))
+    changes = sorted((predict(apply(config, change)), flags(change), why) for change, why in _changes(config))
     lines = []
-    for size, i in changes:
-        change, why = _changes(config)[i]
+    for size, words, why in changes:
         if size < 0.99 * now:
             verdict = "fits" if size <= available else "not enough alone"
-            lines.append(f"  {flags(change)}: about {size / 1e9:.1f} GB, {verdict}; {why}")
+            lines.append(f"  {words}: about {size / 1e9:.1f} GB, {verdict}; {why}")
     title = f"what would take less than {now / 1e9:.1f} GB, most effective first (estimates; a device has "
     lines = [f"{title}{available / 1e9:.1f} GB):", *lines] if lines else []
     return [*lines, _least(config, pod, predict, available)]
@@ -139,9 +138,9 @@ def _least(config: TrainConfig, pod: Pod, predict: Callable[[TrainConfig], float
         if not is_valid(start):
             break
         for change, _ in sorted(_changes(start), key=lambda found: predict(apply(start, found[0]))):
-            found = apply(config, chosen | change)
+            now, found = predict(apply(config, chosen)), apply(config, chosen | change)
             # Of the changes that name the same field, the first is the best; together they might be another mesh.
-            if predict(apply(config, chosen)) > available and not (chosen.keys() - {"mesh.sequence"}) & change.keys():
+            if now > available and predict(found) < now and not (chosen.keys() - {"mesh.sequence"}) & change.keys():
                 if is_valid(found) and found.mesh.num_devices == start.mesh.num_devices:
                     chosen = chosen | change
         found = apply(config, chosen)
