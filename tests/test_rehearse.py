@@ -289,6 +289,7 @@ def test_places_in_words():
     assert forecast.describe(hop().scope) == "attention, forward"
     assert forecast.describe(f"{BACKWARD}/ppermute") == "attention, backward"
     assert forecast.describe("jit(step)/transpose(jvp(x))/checkpoint/rematted_computation/mlp/dot") == "mlp, again"
+    assert forecast.describe("jit(step)/transpose(jvp(x))/reduce_scatter:mlp/reduce_scatter") == "mlp, backward"
     assert forecast.describe("jit(step)/shard_map/psum") == "step"
     assert forecast.describe("") == "-"
 

@@ -280,7 +280,8 @@ def describe(scope: str) -> str:
     """``jit(step)/shard_map/transpose(jvp(pipeline))/while/body/layer/mlp/all_gather`` is "mlp, backward"."""
     parts = scope.split("/")
     passes = "again" if "rematted_computation" in scope else "backward" if "transpose(" in scope else "forward"
-    named = [re.sub(r"(transpose|jvp|vmap)\(|\)", "", part) for part in parts[:-1] if not _FRAMES.match(part)]
+    parts = [part.rpartition(":")[2] for part in parts[:-1]]  # "reduce_scatter:mlp" names the primitive, too
+    named = [re.sub(r"(transpose|jvp|vmap)\(|\)", "", part) for part in parts if not _FRAMES.match(part)]
     named = [name for name in named if name not in ("", "rematted_computation")]
     if not named:
         return "step" if scope else "-"
