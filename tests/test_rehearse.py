@@ -102,7 +102,12 @@ def test_warning_of_a_ring_that_leaves_its_host():
     across = slab((2, 4), ("data", 1), ("sequence", 8))
     assert rehearse.warnings(config, pod, inside) == []
     (line,) = rehearse.warnings(config, pod, across)
-    assert "crosses hosts" in line and "50 GB/s instead of 450" in line and "9 times as long" in line
+    assert (
+        "crosses hosts" in line
+        and "50 GB/s instead of 450" in line
+        and "9 times as long" in line
+        and "here are 32" in line
+    )
 
 
 def refused(capsys, *argv):

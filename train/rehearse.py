@@ -17,7 +17,7 @@ import tyro
 from jax.sharding import Mesh
 
 import ring_jax
-from ring_jax import pods
+from ring_jax import planner, pods
 from ring_jax.planner import find_hardware
 from ring_jax.pods import Pod
 from train import advice
@@ -116,16 +116,17 @@ def warnings(config: TrainConfig, pod: Pod, mesh: Mesh) -> list[str]:
         return []
     found, hardware = [], find_hardware(pod.kind)
     if hardware and pod.network_bytes and pods.crosses_hosts(mesh, "sequence"):
-        slower = hardware.hop_bytes / pod.network_bytes
-        inside = mesh.shape["sequence"] <= pod.shape[1]
-        fix = (
-            f"; put other axes across the hosts: data or pipeline outside, tensor x sequence of at most {pod.shape[1]}"
-            if inside
-            else ""
-        )
+        model, length = config.model, config.data.seq_len // config.mesh.sequence
+        sizes = planner.Sizes(
+            config.mesh.sequence, model.num_heads, model.num_kv_heads, length,
+            planner.itemsize(model.compute_dtype), balanced_causal=config.layout == "zigzag",
+        )  # fmt: skip
+        needed = max(planner.hidden_length(sizes, hardware._replace(hop_bytes=pod.network_bytes)))
         found.append(
             f"the ring crosses hosts: its hops go at {pod.network_bytes / 1e9:.0f} GB/s instead of "
-            f"{hardware.hop_bytes / 1e9:.0f}, and take {slower:.0f} times as long{fix}"
+            f"{hardware.hop_bytes / 1e9:.0f}, and take {hardware.hop_bytes / pod.network_bytes:.0f} times as long; at "
+            f"full speed a step of {needed:,.0f} tokens a device would hide them, and here are {length:,} (a ring of "
+            f"{pod.shape[1]} or fewer, dividing {pod.shape[1]}, stays in a host)"
         )
     load = pods.link_load(pod, mesh, "sequence")
     if load > 1:
