@@ -25,6 +25,7 @@ from ring_jax.planner import Hardware, find_hardware
 from ring_jax.pods import Pod
 from train.config import TrainConfig
 from train.flops import count_for, matmul_params, model_flops, pipeline_bubble
+from train.memory import estimate_memory
 
 EFFICIENCY = {"tpu": 0.4, "gpu": 0.6}
 """Share of the peak that matmuls and attention kernels are taken to reach; published kernels at long blocks do."""
@@ -41,6 +42,8 @@ class Memory(NamedTuple):
     """Parameters, optimizer state and batch, as the compiler lays them out."""
     temporaries: int
     """Activations, gathered weights, gradients, buffers of transfers, and outputs in places of their own."""
+    activations: float
+    """Of the temporaries what the forward pass keeps for the backward pass, by the estimate of `train.memory`."""
     program: int
     hbm: int | None
 
@@ -144,7 +147,7 @@ def forecast(config: TrainConfig, pod: Pod, mesh: Mesh, compiled: Any, state: An
     step_s = None if compute_s is None or exposed_s is None else compute_s / (1 - bubble) + exposed_s
     return Forecast(
         report=report,
-        memory=_memory(compiled, state, hardware),
+        memory=_memory(compiled, state, hardware, estimate_memory(config).saved),
         transfers=transfers,
         hops=sum(x.runs for x in hops),
         exposed_hops=sum(x.runs for x in hops if not x.hidden and not _among(x, last)),
@@ -204,7 +207,7 @@ def _among(x: Collective, found: Sequence[Collective]) -> bool:
     return any(x is other for other in found)
 
 
-def _memory(compiled: Any, state: Any, hardware: Hardware | None) -> Memory:
+def _memory(compiled: Any, state: Any, hardware: Hardware | None, activations: float) -> Memory:
     stats = compiled.memory_analysis()
     params, optimizer = state_bytes(state)
     arguments = stats.argument_size_in_bytes
@@ -216,6 +219,7 @@ def _memory(compiled: Any, state: Any, hardware: Hardware | None) -> Memory:
         optimizer=optimizer,
         arguments=arguments,
         temporaries=min(outside, allocated) if allocated > 0 else outside,
+        activations=activations,
         program=stats.generated_code_size_in_bytes,
         hbm=int(hardware.hbm_bytes) if hardware else None,
     )
@@ -294,7 +298,8 @@ def _memory_lines(memory: Memory) -> list[str]:
         ("parameters", memory.params),
         ("optimizer state", memory.optimizer),
         ("batch and padding", batch),
-        ("activations and other temporaries", memory.temporaries),
+        ("temporaries", memory.temporaries),
+        ("  of them activations kept (an estimate)", memory.activations),
         ("program", memory.program),
         ("together", memory.total),
     ]

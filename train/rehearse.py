@@ -33,9 +33,9 @@ EXPOSED = 4
 """Exit code: it fits, and a hop of the ring, other than the last homecoming of dK and dV, waits for its transfer."""
 
 FIGURES = (
-    "bytes_per_chip", "hbm_bytes", "params_bytes", "optimizer_bytes", "temporary_bytes", "ring_hops",
-    "exposed_ring_hops", "homecoming_hops", "homecoming_s", "sent_bytes", "exposed_s", "step_time_s", "mfu",
-    "tokens_per_s", "model_flops",
+    "bytes_per_chip", "hbm_bytes", "params_bytes", "optimizer_bytes", "temporary_bytes", "activation_bytes",
+    "ring_hops", "exposed_ring_hops", "homecoming_hops", "homecoming_s", "sent_bytes", "exposed_s", "step_time_s",
+    "mfu", "tokens_per_s", "model_flops",
 )  # fmt: skip
 """Keys of `--json`, besides topology, mesh, seq_len, fits and compile_s. A chip of tpu7x counts as its two devices."""
 
@@ -179,6 +179,7 @@ def to_json(config: TrainConfig, pod: Pod, found: Forecast | None, seconds: floa
             "params_bytes": memory.params,
             "optimizer_bytes": memory.optimizer,
             "temporary_bytes": memory.temporaries,
+            "activation_bytes": round(memory.activations),
             "ring_hops": found.hops,
             "exposed_ring_hops": found.exposed_hops,
             "homecoming_hops": found.homecomings,
