@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-oldest lint format docs bench bench-trainer lock clean
+.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest test-tpu lint format docs rehearsals bench bench-trainer lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
@@ -19,6 +19,12 @@ help: ## List the tasks
 
 setup: ## Make .venv with the pinned packages (the other tasks do this first)
 	@$(SETUP) .venv requirements/dev.txt
+
+setup-tpu: ## Make .venv-tpu, which compiles for TPUs, too, without one
+	@$(SETUP) .venv-tpu requirements/tpu.txt
+
+setup-gpu: ## Make .venv-gpu, which compiles for NVIDIA GPUs, too, without one
+	@$(SETUP) .venv-gpu requirements/gpu.txt
 
 quickstart: setup ## Train a small model on the CPU, as 8 devices; ARGS="--num-steps 20" changes the run
 	$(PY) -m train run configs/quickstart.py --platform cpu $$(sh scripts/run_dir.sh runs/quickstart $(ARGS)) $(ARGS)
@@ -34,6 +40,10 @@ test-oldest: ## Run the tests on the oldest JAX that is supported, in .venv-olde
 	@$(SETUP) .venv-oldest requirements/oldest.txt
 	$(PYTEST) $(ARGS)
 
+test-tpu: VENV = .venv-tpu
+test-tpu: setup-tpu ## Run the tests that compile for a TPU, without one, in .venv-tpu
+	$(PYTEST) -m tpu $(ARGS)
+
 lint: setup ## Check style, format, types and the direction of the imports
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
@@ -47,6 +57,9 @@ format: setup ## Format the code and mend what ruff can mend
 docs: setup ## Write docs/options.md from the tables in code
 	$(PY) scripts/options_page.py
 
+rehearsals: setup setup-tpu setup-gpu ## Compile the presets for their machines and write docs/rehearsals.md; ARGS="8b-1m-v5p" takes some
+	$(PY) scripts/rehearsals.py $(ARGS)
+
 bench: setup ## Time the attention against jax.nn.dot_product_attention
 	$(PY) -m benchmarks.attention $(ARGS)
 
@@ -57,5 +70,5 @@ lock: setup ## Pin the packages of pyproject.toml anew; ARGS=--upgrade takes the
 	sh scripts/lock.sh $(ARGS)
 
 clean: ## Remove the virtual environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-oldest .cache .hypothesis .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-tpu .venv-gpu .cache .hypothesis .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

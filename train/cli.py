@@ -25,7 +25,7 @@ from train.unwritten import standard_output
 COMMANDS = (
     "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
 )  # fmt: skip
-BUILT = ("run", "prepare", "tokenizer", "plan")
+BUILT = ("run", "prepare", "tokenizer", "plan", "rehearse")
 _PROGRAM = "python -m train"
 _USAGE = f"usage: {_PROGRAM} run CONFIG [--a.b value]; for example: {_PROGRAM} run configs/quickstart.py --num-steps 20"
 _HELP = f"""{_USAGE}
@@ -34,6 +34,7 @@ _HELP = f"""{_USAGE}
   prepare CONFIG                                    read and tokenise the data of a run, before it
   tokenizer [CONFIG] --vocab-size N --out FILE      make a tokenizer.json from the training documents
   plan CONFIG --topology v5p:4x4x8                  the fastest mesh and strategy for a machine, by closed forms
+  rehearse CONFIG --topology v5p:4x4x8              compile the train step for a machine that is not here
 
 {_PROGRAM} COMMAND CONFIG --help lists every field of the configuration."""
 
@@ -47,8 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
       The exit code. 0: done. 1: too many steps in a row were skipped because the loss was not finite, or the last
-      checkpoint or the summary could not be written. 2: something that was typed is wrong. 3: of a plan, nothing fits.
-      75: another process of the job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
+      checkpoint or the summary could not be written. 2: something that was typed is wrong. 3: of a plan, nothing fits;
+      of a rehearsal, the step does not fit. 4: of a rehearsal, a hop of the ring is exposed. 75: another process of the
+      job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
@@ -59,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         path, overrides = _split(argv)
         if argv[0] == "plan":
             return _plan(path, overrides)
+        if argv[0] == "rehearse":
+            return _rehearse(path, overrides)
         config = _read_config(path, overrides, command=argv[0])
         if argv[0] == "prepare":
             return _prepare(config)
@@ -154,6 +158,24 @@ def _plan(path: str, overrides: list[str]) -> int:
     try:
         return planning.command(arguments, _say)
     except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _rehearse(path: str, overrides: list[str]) -> int:
+    """Compile the train step for a machine that is not here."""
+    default = _read_file(path)
+    from ring_jax.pods import MissingCompilerError
+    from train import rehearse
+
+    arguments = tyro.cli(
+        rehearse.Arguments,
+        default=rehearse.Arguments(config=default, topology=tyro.MISSING),
+        args=overrides,
+        prog=f"{_PROGRAM} rehearse {path}",
+    )
+    try:
+        return rehearse.command(arguments, _say)
+    except (ValueError, MissingCompilerError) as error:
         raise UsageError(str(error)) from None
 
 

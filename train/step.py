@@ -29,7 +29,7 @@ from train.optimizer import make_optimizer, make_schedule
 from train.rows import deeper_targets
 from train.state import TrainState, abstract_state, init_state, state_shardings, state_specs
 
-__all__ = ["abstract_state", "init_state", "make_eval_step", "make_train_step", "place_batch"]
+__all__ = ["abstract_batch", "abstract_state", "init_state", "make_eval_step", "make_train_step", "place_batch"]
 
 BATCH_SPEC = RULES.spec("batch", "sequence")
 
@@ -134,6 +134,13 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
     specs = state_specs(config).params, BATCH_SPEC
     sums = jax.shard_map(local_sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     return jax.jit(sums, in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)))
+
+
+def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a batch, without its arrays: what `place_batch` makes."""
+    names = ("tokens", "positions", "segment_ids", *(targets_name(n) for n in range(1, config.model.mtp_depth + 1)))
+    shape, sharding = (config.data.batch_size, config.data.seq_len), NamedSharding(mesh, BATCH_SPEC)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
 
 
 def place_batch(
