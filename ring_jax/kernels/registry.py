@@ -3,13 +3,13 @@
 import logging
 from typing import Any, NamedTuple, cast
 
-from ring_jax.kernels import xla
+from ring_jax.kernels import pallas_tpu, xla
 from ring_jax.kernels.protocol import Call, Kernel
 
 logger = logging.getLogger("ring_jax")
 
-KERNELS: dict[str, Kernel] = {"xla": cast(Any, xla)}
-BEST_FIRST = {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("xla",)}
+KERNELS: dict[str, Kernel] = {"xla": cast(Any, xla), "pallas_tpu": cast(Any, pallas_tpu)}
+BEST_FIRST = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 """Kernels of each platform, fastest first; the last one serves everything."""
 
 
