@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-oldest lint format docs bench lock clean
+.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest lint format docs bench lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
@@ -19,6 +19,12 @@ help: ## List the tasks
 
 setup: ## Make .venv with the pinned packages (the other tasks do this first)
 	@$(SETUP) .venv requirements/dev.txt
+
+setup-tpu: ## Make .venv-tpu, which compiles for TPUs, too, without one
+	@$(SETUP) .venv-tpu requirements/tpu.txt
+
+setup-gpu: ## Make .venv-gpu, which compiles for NVIDIA GPUs, too, without one
+	@$(SETUP) .venv-gpu requirements/gpu.txt
 
 quickstart: setup ## Train a small model on the CPU, as 8 devices; ARGS="--num-steps 20" changes the run
 	$(PY) -m train run configs/quickstart.py --platform cpu $$(sh scripts/run_dir.sh runs/quickstart $(ARGS)) $(ARGS)
@@ -54,5 +60,5 @@ lock: setup ## Pin the packages of pyproject.toml anew; ARGS=--upgrade takes the
 	sh scripts/lock.sh $(ARGS)
 
 clean: ## Remove the virtual environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-oldest .cache .hypothesis .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-tpu .venv-gpu .cache .hypothesis .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

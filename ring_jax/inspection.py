@@ -40,6 +40,7 @@ class Collective:
       hidden_flops: matmul FLOPs scheduled between start and done; None if not asynchronous or not scheduled.
       hidden_kernels: kernels (cuDNN, Triton, Mosaic) scheduled there.
       hidden: whether a matmul or a kernel is scheduled there.
+      scope: the operation's name in JAX, ``jit(f)/.../ppermute``, with the `jax.named_scope`s around it; may be empty.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Collective:
     hidden_flops: int | None
     hidden_kernels: int
     hidden: bool
+    scope: str
 
     def over(self, axis: str) -> bool:
         """Whether it runs over a mesh axis: "sequence" for all or part of it, "sequence[2]" for just such groups."""
@@ -282,6 +284,9 @@ def _collective(
 ) -> Collective:
     kind = _kind(instruction)
     assert kind
+    if kind == "all-reduce" and name.startswith("all-reduce-scatter"):  # a TPU runs this fusion as one reduce-scatter
+        kind = "reduce-scatter"
+    named = re.search(r'op_name="([^"]*)"', instruction.attributes)
     arrays = program.shapes(name, instruction)
     total = sum(x.num_bytes for x in arrays)
     num_devices = program.num_devices or (math.prod(sizes.values()) if sizes else None)
@@ -311,6 +316,7 @@ def _collective(
         hidden_flops=None if work is None else work.flops,
         hidden_kernels=0 if work is None else work.kernels,
         hidden=work is not None and any(work),
+        scope=named[1] if named else "",
     )
 
 
