@@ -44,6 +44,11 @@ def full_like(shape: tuple[int, ...], value: float, dtype, *like: jax.Array) -> 
     return vary_alike(jnp.full(shape, value, dtype), *like)[0]
 
 
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and manual axes of an array, as the result of a Pallas kernel must state them."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
 def first_index(axes: str | tuple[str, ...] | None, x: jax.Array, count: int) -> jax.Array:
     """Index in the whole array of the first of ``count`` entries of ``x`` that lie on this device.
 
