@@ -1,4 +1,4 @@
-"""The block kernel for GPUs in Pallas (Triton): any mask of positions and segment ids, the softmax state carried within.
+"""The block kernel for GPUs in Pallas (Triton): any mask of positions and segments, the softmax state carried within.
 
 Three programs: the forward pass and dq go over query tiles, dk and dv over key tiles. Each reads its part of what came
 before (o, m, l, or a gradient's sum) and writes it back in place, so that nothing is merged outside. Scores, statistics
