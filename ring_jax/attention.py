@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
 from ring_jax import core, manual, options, planner, routes, sharded
+from ring_jax.kernels import interpret
 from ring_jax.kernels.tiles import is_float
 from ring_jax.mesh import target
 from ring_jax.options import Schedule, TokenIds
@@ -94,7 +95,7 @@ def dot_product_attention(
         differences of positions are those of natural indices: windows and chunks skip by it what they cannot reach.
         None promises nothing (pass positions). Any length is taken: padding is internal; a multiple of
         `ring_jax.layouts.required_multiple` saves a copy.
-      implementation: ``"xla"``; None picks the best that supports the call.
+      implementation: a kernel by name (docs/kernels.md); None picks the best that serves the call on these devices.
       schedule: how a ring runs, see `ring_jax.Schedule`.
       return_residual: also return the log-sum-exp, without sinks.
       mesh: the mesh; None takes that of `jax.set_mesh`, and without one runs on one device.
@@ -174,17 +175,20 @@ def _settle(shards: Shards, spec: Spec, inputs: Inputs, padding: Padding) -> Spe
     entries = inputs.key.shape[-1] + inputs.value.shape[-1]
     rows = inputs.key.shape[0] // shards.size(shards.batch)
     gathered = width * rows * spec.num_heads[1] * entries * inputs.key.shape[1]
-    if spec.schedule != Schedule():
+    if spec.schedule._replace(tile_size=None) != Schedule():
         return spec._replace(strategy=planner.report(planner.Choice("ring", "a schedule was given")).strategy)
     choice = planner.choose_strategy(sizes, target(shards.mesh).device_kind, gathered)
     return spec._replace(strategy=planner.report(choice).strategy)
 
 
 def _shard_map(body, shards: Shards, in_specs, out_specs):
-    """``body`` on local shards: manual over every axis of the mesh that is not manual already."""
+    """``body`` on local shards: manual over every axis of the mesh that is not manual already.
+
+    An interpreted kernel has constants without axes, so that types cannot be checked around it.
+    """
     nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    mesh = None if nested else shards.mesh
-    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(shards.names))
+    names, mesh, check = frozenset(shards.names), None if nested else shards.mesh, not interpret.is_on()
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=check)
 
 
 def _local(spec: Spec, shards: Shards, inputs: Inputs, like: Array) -> Inputs:
@@ -221,8 +225,7 @@ def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
     def body(inputs: Inputs, saved: core.Saved, dout: Array, dlse: Array):
         kept = jax.tree.map(lambda x: x[0], saved)
         grads = core.backward(spec, *manual.vary_alike(_local(spec, shards, inputs, dout), kept, dout, dlse))
-        like = core.InputGradients(dout, dout, dout, inputs.bias, inputs.sinks, floats(inputs.score_args))
-        return jax.tree.map(_sum_shared, grads, like)
+        return jax.tree.map(functools.partial(_sum_shared, shards), grads, gradients)
 
     def floats(args: Any) -> Any:
         """None for arguments without a gradient."""
@@ -233,10 +236,10 @@ def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
     return (core.as_cotangents(_shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)),)
 
 
-def _sum_shared(x: Array, like: Array) -> Array:
-    """A gradient summed over the devices that share its array: those over which ``like`` does not vary."""
-    varying, own = (jax.typeof(y).manual_axis_type.varying for y in (x, like))
-    shared = tuple(sorted(varying - own))
+def _sum_shared(shards: Shards, x: Array, spec: jax.P) -> Array:
+    """A gradient summed over the devices that share its array: over the axes that do not cut it."""
+    cut = {name for axes in spec if axes is not None for name in ((axes,) if isinstance(axes, str) else axes)}
+    shared = tuple(name for name in shards.names if name not in cut)
     return jax.lax.psum(x, shared) if shared else x
 
 

@@ -63,6 +63,7 @@ class TileBounds(NamedTuple):
     num_tiles: int
     positions: tuple[Int[Array, "R n"], Int[Array, "R n"]] | None
     segment_ids: tuple[Int[Array, "R n"], Int[Array, "R n"]] | None
+    is_real: Bool[Array, "R n"] | None  # no token of the tile is padding
 
 
 def visible(query: Tokens, key: Tokens, rules: Rules) -> Bool[Array, "R T S"] | None:
@@ -134,7 +135,8 @@ def tile_bounds(tokens: Tokens, length: int, tile: int) -> TileBounds:
         real = segments != 0
         return jnp.where(real, values, _INT32.max).min(-1), jnp.where(real, values, _INT32.min).max(-1)
 
-    return TileBounds(len(starts), bounds(positions), bounds(segments))
+    is_real = None if segments is None else (segments != 0).all(-1)
+    return TileBounds(len(starts), bounds(positions), bounds(segments), is_real)
 
 
 def tile_live(query: TileBounds, key: TileBounds, rules: Rules) -> Bool[Array, "R nq nk"]:
@@ -158,3 +160,27 @@ def tile_live(query: TileBounds, key: TileBounds, rules: Rules) -> Bool[Array, "
             size = rules.chunk_size
             live &= (first // size <= key_last // size) & (key_first // size <= last // size)
     return live
+
+
+def tile_whole(query: TileBounds, key: TileBounds, rules: Rules) -> Bool[Array, "R nq nk"]:
+    """True where every query of the tile sees every key of the tile, so that no mask is needed; no `mask_fn`."""
+    whole = jnp.ones((1, query.num_tiles, key.num_tiles), bool)
+    if query.segment_ids is not None and key.segment_ids is not None:
+        assert query.is_real is not None and key.is_real is not None
+        whole &= query.is_real[:, :, None] & key.is_real[:, None, :]
+        for x in query.segment_ids:
+            for y in key.segment_ids:
+                whole &= x[:, :, None] == y[:, None, :]
+    if rules.read_positions:
+        assert query.positions is not None and key.positions is not None
+        first, last = (x[:, :, None] for x in query.positions)
+        key_first, key_last = (x[:, None, :] for x in key.positions)
+        if rules.is_causal:
+            whole &= first >= key_last
+        if rules.window is not None:
+            whole &= (last - key_first <= rules.window[0]) & (key_last - first <= rules.window[1])
+        if rules.chunk_size is not None:
+            chunks = [x // rules.chunk_size for x in (first, last, key_first, key_last)]
+            for x in chunks[1:]:
+                whole &= chunks[0] == x
+    return whole

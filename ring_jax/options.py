@@ -41,6 +41,8 @@ class Schedule(NamedTuple):
         ``"auto"``, whichever moves fewer bytes.
       gradient_dtype: dtype in which the travelling gradient is sent: ``"float32"`` (float64 for float64 arrays), or
         ``"bfloat16"`` for half the bytes; see docs/algorithm.md for the measured error.
+      tile_size: tokens in a tile of the block kernel, for all strategies; None takes the kernel's own for the device.
+        A Pallas kernel needs a divisor of the local length, and on TPU a multiple of 128.
     """
 
     two_directions: bool = False
@@ -48,6 +50,7 @@ class Schedule(NamedTuple):
     ulysses_size: int | None = None
     rotate: str = "auto"
     gradient_dtype: str = "float32"
+    tile_size: int | None = None
 
 
 OPTIONS: dict[str, tuple[Any, str]] = {
@@ -216,7 +219,7 @@ def check(**keywords: Any) -> None:
         raise TypeError(f"schedule must be a ring_jax.Schedule; got {type(schedule).__name__}")
     if schedule is not None and not isinstance(schedule.two_directions, (bool, np.bool_)):
         raise TypeError(f"two_directions must be a Python bool; got {schedule.two_directions!r}")
-    rotate, gradient_dtype = (schedule or Schedule())[3:]
+    rotate, gradient_dtype = (schedule or Schedule())[3:5]
     names = [("rotate", rotate, ROTATIONS), ("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)]
     names += [("strategy", keywords["strategy"], STRATEGIES)]
     names += [("implementation", keywords["implementation"] or "xla", IMPLEMENTATIONS)]
@@ -264,7 +267,7 @@ def _check_numbers(keywords: dict[str, Any], schedule: Schedule) -> None:
         raise ValueError(f"dropout_rate={rate} must lie in [0, 1)")
     window_of(keywords["local_window_size"])
     sizes = (("chunk_size", keywords["chunk_size"]), ("inner_size", schedule.inner_size))
-    for name, value in (*sizes, ("ulysses_size", schedule.ulysses_size)):
+    for name, value in (*sizes, ("ulysses_size", schedule.ulysses_size), ("tile_size", schedule.tile_size)):
         if value is None:
             continue
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):

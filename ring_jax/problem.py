@@ -133,7 +133,9 @@ class Problem(NamedTuple):
 
     def tile_sizes(self, num_keys: int, halves: int = 1) -> tuple[int, int]:
         """For a block of ``num_keys`` keys, whose chunks were cut in ``halves``."""
-        length, size = self.lengths[0], self.grid.num_devices
+        length, size, given = self.lengths[0], self.grid.num_devices, self.spec.schedule.tile_size
+        if given is not None:
+            return min(given, length), min(given, num_keys)
         chunk = layouts.chunk_length(self.spec.layout, length // self.grid.ulysses, size)
         key_chunk = layouts.chunk_length(self.spec.layout, self.lengths[1] // self.grid.ulysses, size) // halves
         side_by_side = self.queries.query.shape[1] * self.queries.query.shape[2] * self.queries.query.shape[3]

@@ -278,7 +278,7 @@ def settle_kernel(spec: Spec, implementation: str | None, inputs: Inputs, target
         has_mask=inputs.mask is not None,
         strategy=spec.strategy,
         two_directions=spec.schedule.two_directions,
-        tile_size=getattr(spec.schedule, "tile_size", None),
+        tile_size=spec.schedule.tile_size,
         return_lse=spec.return_lse,
     )
     return spec._replace(kernel=registry.report(registry.choose(implementation, call)))

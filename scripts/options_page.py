@@ -27,6 +27,7 @@ SCHEDULES = (
     Schedule(ulysses_size=2),
     *(Schedule(rotate=name) for name in options.ROTATIONS[1:]),
     *(Schedule(gradient_dtype=name) for name in options.GRADIENT_DTYPES[1:]),
+    Schedule(tile_size=128),
     *(Schedule(two_directions=True, rotate=name) for name in options.ROTATIONS[1:]),
 )
 VALUES: dict[str, tuple[Any, ...]] = {

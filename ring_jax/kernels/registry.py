@@ -3,13 +3,18 @@
 import logging
 from typing import Any, NamedTuple, cast
 
-from ring_jax.kernels import cudnn, interpret, pallas_gpu, xla
+from ring_jax.kernels import cudnn, interpret, pallas_gpu, pallas_tpu, xla
 from ring_jax.kernels.protocol import Call, Kernel
 
 logger = logging.getLogger("ring_jax")
 
-KERNELS: dict[str, Kernel] = {"xla": cast(Any, xla), "cudnn": cast(Any, cudnn), "pallas_gpu": cast(Any, pallas_gpu)}
-BEST_FIRST = {"tpu": ("xla",), "gpu": ("cudnn", "pallas_gpu", "xla"), "cpu": ("xla",)}
+KERNELS: dict[str, Kernel] = {
+    "xla": cast(Any, xla),
+    "pallas_tpu": cast(Any, pallas_tpu),
+    "cudnn": cast(Any, cudnn),
+    "pallas_gpu": cast(Any, pallas_gpu),
+}
+BEST_FIRST = {"tpu": ("pallas_tpu", "xla"), "gpu": ("cudnn", "pallas_gpu", "xla"), "cpu": ("xla",)}
 """Kernels of each platform, fastest first; the last one serves everything."""
 
 
