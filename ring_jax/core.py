@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ring_jax import all_gather, manual, ring, routes, softmax, ulysses
@@ -96,7 +96,12 @@ def _share(lse: Array, sinks: Array) -> Array:
 
 
 def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array) -> InputGradients:
-    """Gradients for the cotangents of out and lse. A row with cotangents of 0, or that sees nothing, adds nothing."""
+    """Gradients for the cotangents of out and lse. A row with cotangents of 0, or that sees nothing, adds nothing.
+
+    Nothing of it starts before the cotangents are there: XLA would send its first blocks during the forward ring, and
+    keep them, or merge its hops with the forward ring's.
+    """
+    inputs, saved, dout, dlse = lax.optimization_barrier((inputs, saved, dout, dlse))
     grid = _grid(spec)
     inner = _exchange(grid, inputs, saved.arrays)
     problem = open_problem(spec, grid, inner)
@@ -161,7 +166,7 @@ def _leave_sinks(grid: Grid, inputs: Inputs, dsinks: Array) -> Array:
     if grid.ulysses > 1:
         member, full = inputs.place.rank % grid.ulysses, jnp.zeros(sinks.shape, dsinks.dtype)
         full, dsinks, start = manual.vary_alike(full, dsinks, member * len(dsinks))
-        dsinks = jax.lax.dynamic_update_slice_in_dim(full, dsinks, start, 0)
+        dsinks = lax.dynamic_update_slice_in_dim(full, dsinks, start, 0)
     return dsinks.astype(sinks.dtype)
 
 

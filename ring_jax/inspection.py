@@ -286,7 +286,6 @@ def _collective(
     assert kind
     if kind == "all-reduce" and name.startswith("all-reduce-scatter"):  # a TPU runs this fusion as one reduce-scatter
         kind = "reduce-scatter"
-    named = re.search(r'op_name="([^"]*)"', instruction.attributes)
     arrays = program.shapes(name, instruction)
     total = sum(x.num_bytes for x in arrays)
     num_devices = program.num_devices or (math.prod(sizes.values()) if sizes else None)
@@ -316,8 +315,15 @@ def _collective(
         hidden_flops=None if work is None else work.flops,
         hidden_kernels=0 if work is None else work.kernels,
         hidden=work is not None and any(work),
-        scope=named[1] if named else "",
+        scope=_scope(program, instruction),
     )
+
+
+def _scope(program: hlo.Program, instruction: hlo.Instruction) -> str:
+    """The name in JAX; a sum that is part of a fusion may have left it to the function that it adds with."""
+    inner = (x for name in program.callees(instruction) for x in program.computations[name].values())
+    named = (re.search(r'op_name="([^"]*)"', x.attributes) for x in (instruction, *inner))
+    return next((x[1] for x in named if x), "")
 
 
 def _copies(program: hlo.Program, name: str, spans: _Spans) -> int:

@@ -51,7 +51,7 @@ class _Tpu(NamedTuple):
     sides: int
     example: str
     cores: int = 1  # devices of a chip
-    options: dict[str, str] = {}  # noqa: RUF012 - never changed
+    chip_config: str | None = None  # how libtpu makes a chip of two cores one device
 
 
 class _Gpu(NamedTuple):
@@ -64,7 +64,7 @@ class _Gpu(NamedTuple):
 
 
 _TPUS = {
-    "v4": _Tpu("TPU v4", 3, "v4:4x4x4", options={"chip_config_name": "megacore"}),
+    "v4": _Tpu("TPU v4", 3, "v4:4x4x4", chip_config="megacore"),
     "v5e": _Tpu("TPU v5 lite", 2, "v5e:16x16"),
     "v5p": _Tpu("TPU v5p", 3, "v5p:4x4x8"),
     "v6e": _Tpu("TPU v6 lite", 2, "v6e:16x16"),
@@ -164,7 +164,8 @@ def devices(pod: Pod) -> list[jax.Device]:
         if pod.platform == "tpu":
             for name, value in _LIBTPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-            options = _TPUS[pod.name.split(":")[0]].options
+            config = _TPUS[pod.name.split(":")[0]].chip_config
+            options = {"chip_config_name": config} if config else {}
             found = topologies.get_topology_desc(pod.name, "tpu", **options).devices
         else:
             hosts, each = pod.shape

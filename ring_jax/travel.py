@@ -4,7 +4,7 @@ A *block* is what moves (keys and values, or queries with their cotangents); a *
 block visits. With two directions the keys are two blocks on mirrored tracks; otherwise there is one. Three rules:
 
   - a hop is issued before the step's compute, from values that the step only reads;
-  - equal hops that follow each other are one rolled `lax.scan`, the last step peeled off it;
+  - equal hops that follow each other are one rolled `lax.scan`, the last step peeled off it (`_steps_a_trip`);
   - a travelling gradient moves one hop behind its block, while the next step computes, and home at the end. The part
     of the block that is at home stays there.
 
@@ -19,7 +19,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ring_jax import routes
+from ring_jax.mesh import target
 from ring_jax.routes import Grid
+
+HOMECOMING = "homecoming"
+"""Name scope of the last hop of a travelling gradient: nothing is left to compute behind which it could hide."""
 
 type Blocks = tuple[Any, ...]
 type Plan = tuple[tuple[int, ...], ...]
@@ -67,7 +71,9 @@ def tour(
             moved = None if riding is None else send(riding, lambda x, by=group - at: grid.hop(x, (by, 0)))
             riding, at = _add(moved, part), group
     if riding is not None:
-        home = _add(home, send(riding, lambda x: grid.hop(x, (-at, 0))))
+        with jax.named_scope(HOMECOMING):
+            riding = send(riding, lambda x: grid.hop(x, (-at, 0)))
+        home = _add(home, riding)
     return acc, home
 
 
@@ -84,7 +90,7 @@ def _tour_group(grid: Grid, tracks: Plan, group: int, step, acc, here: Blocks, s
             acc, grads = step(acc, here, group, offsets)
             return (acc, arriving), grads
 
-        (acc, here), grads = lax.scan(leave_home, (acc, here), table[:2])
+        (acc, here), grads = _scan(leave_home, (acc, here), table[:2])
         home, riding = (jax.tree.map(lambda x, i=i: x[i], grads) for i in (0, 1))
         t = 2
     while t < len(moves):
@@ -110,7 +116,9 @@ def _tour_group(grid: Grid, tracks: Plan, group: int, step, acc, here: Blocks, s
     acc, home, riding = _one(grid, moves, t, not any(first), step, acc, here, group, table[t], home, riding, send)
     if riding is not None:
         back = tuple(-track[-1] for track in tracks)
-        home = _add(home, send(riding, lambda x: _hop(grid, x, back)))
+        with jax.named_scope(HOMECOMING):
+            riding = send(riding, lambda x: _hop(grid, x, back))
+        home = _add(home, riding)
     assert home is not None
     return acc, home
 
@@ -143,7 +151,15 @@ def _groups(grid: Grid, plan: Plan, two_directions: bool, blocks: Blocks) -> Ite
 
 def _scan(step, state, table: Array):
     """`lax.scan`, but for a single step the step itself."""
-    return lax.scan(step, state, table) if len(table) > 1 else step(state, table[0])
+    if len(table) == 1:
+        return step(state, table[0])
+    return lax.scan(step, state, table, unroll=_steps_a_trip())
+
+
+def _steps_a_trip() -> int:
+    """On TPU two: what leaves in one buffer arrives in the other. With one, XLA copies each block before it is sent,
+    because the loop writes what arrives to where the kernel still reads (docs/kernels.md, "Hops")."""
+    return 2 if target().platform == "tpu" else 1
 
 
 def _hop(grid: Grid, blocks: Blocks, move: tuple[int, ...]) -> Blocks:
