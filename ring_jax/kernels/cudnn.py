@@ -178,17 +178,17 @@ def stand_in(dout: Array, delta: Array) -> tuple[Array, Array]:
     """(dout, out) with sum(dout * out) = delta to float32's precision, for a backward pass that only sums them.
 
     The three largest entries of dout carry delta, each what rounding left of the one before. A row of zeros whose
-    delta is not 0 (the gradient of its lse alone) gets an entry too small to be seen in dv.
+    delta is not 0 (the gradient of its lse alone) gets entries too small to be seen in dv.
     """
     columns = jnp.arange(dout.shape[-1])
     alone = (dout == 0).all(-1) & (delta != 0)
-    dout = jnp.where(alone[..., None] & (columns == 0), jnp.asarray(TINY, dout.dtype), dout)
+    dout = jnp.where(alone[..., None] & (columns < 3), jnp.asarray(TINY, dout.dtype), dout)
     left, rest, out = dout.astype(jnp.float32), delta, jnp.zeros(dout.shape, dout.dtype)
     for _ in range(3):
         here = columns == jnp.abs(left).argmax(-1, keepdims=True)
         entry = jnp.where(here, left, 0).sum(-1)
         value = jnp.where(entry == 0, 0, rest / jnp.where(entry == 0, 1, entry)).astype(dout.dtype)
-        out = jnp.where(here, value[..., None], out)
+        out = jnp.where(here & (left != 0), value[..., None], out)  # past the last entry: any column
         left, rest = jnp.where(here, 0, left), rest - entry * value.astype(jnp.float32)
     return dout, out
 

@@ -73,7 +73,7 @@ def tile_size(length: int, chunk: int, num_heads: int = 1) -> int:
 def _plan(queries: Queries, keys: Keys, scores: Scores, tiles: tuple[int, int], backward: bool) -> Plan:
     rows, batch, kv_heads, group, length, head = queries.query.shape
     num_keys, dtype = keys.kv.shape[3], queries.query.dtype
-    heads = tuple(-(-size // SMALLEST_TILE) * SMALLEST_TILE for size in (head, keys.kv.shape[-1] - head))
+    heads = _up(head, SMALLEST_TILE), _up(keys.kv.shape[-1] - head, SMALLEST_TILE)
     kind = mesh.target().device_kind
     table = next(table for start, table in TILES.items() if kind.startswith(start))
     wanted, stages = list(table.backward if backward else table.forward), table.stages[backward]
@@ -81,10 +81,19 @@ def _plan(queries: Queries, keys: Keys, scores: Scores, tiles: tuple[int, int], 
     while times > 1:
         wanted[wanted.index(max(wanted))] //= 2
         times, stages = times / 2, 2
-    wanted = tuple(max(SMALLEST_TILE, min(pair)) for pair in zip(wanted, tiles, strict=True))
-    padded = tuple(-(-n // tile) * tile for n, tile in zip((length, num_keys), wanted, strict=True))
-    sizes = rows, batch * kv_heads, group
-    return Plan(scores, wanted, padded, heads, num_keys, sizes, dtype, table.warps[backward], stages)
+    tile, key_tile = (max(SMALLEST_TILE, _power(min(pair))) for pair in zip(wanted, tiles, strict=True))
+    padded, sizes = (_up(length, tile), _up(num_keys, key_tile)), (rows, batch * kv_heads, group)
+    return Plan(scores, (tile, key_tile), padded, heads, num_keys, sizes, dtype, table.warps[backward], stages)
+
+
+def _up(n: int, to: int) -> int:
+    """The next multiple."""
+    return -(-n // to) * to
+
+
+def _power(n: int) -> int:
+    """The largest power of two up to n."""
+    return 1 << (n.bit_length() - 1)
 
 
 def _pad(x: Array, shape: tuple[int, ...], value: float = 0) -> Array:
@@ -123,9 +132,8 @@ def _marks(tokens: Tokens, rules: Rules, length: int) -> Marks:
 def _lists(plan: Plan, query: Marks, key: Marks, by_key: bool) -> Lists:
     """The tiles to visit, by `masks.tile_live`."""
     rules, rows = plan.scores.rules, plan.sizes[0]
-    sides = zip((query.tokens, key.tokens), plan.lengths, plan.tiles, strict=True)
-    bounds = [masks.tile_bounds(*side) for side in sides]
-    live, full = masks.tile_live(*bounds, rules), masks.tile_whole(*bounds, rules)
+    at, of = (masks.tile_bounds(x.tokens, plan.lengths[i], plan.tiles[i]) for i, x in enumerate((query, key)))
+    live, full = masks.tile_live(at, of, rules), masks.tile_whole(at, of, rules)
     full = full & live & ((np.arange(plan.counts[1]) + 1) * plan.tiles[1] <= plan.num_keys)
     live, full = (jnp.broadcast_to(x, (rows, *plan.counts)) for x in (live, full))
     if by_key:
@@ -166,9 +174,13 @@ def _run(plan: Plan, kernel, marks: tuple[Marks, Marks], operands: list[_Operand
     def row(z: Any) -> tuple[Any, Any]:
         return lax.div(z, jnp.int32(heads)), lax.rem(z, jnp.int32(heads))
 
-    list_specs = (
-        pl.BlockSpec((None, None, lists.order.shape[2]), lambda i, *place: (row(place[-1])[0], i, 0)),
-        *(pl.BlockSpec((None, lists.full.shape[1]), lambda i, *place: (row(place[-1])[0], 0)) for _ in range(2)),
+    list_specs = jax.tree.map(
+        lambda x: (
+            pl.BlockSpec((None, x.shape[1]), lambda i, *place: (row(place[-1])[0], 0))
+            if x.ndim == 2
+            else pl.BlockSpec((None, None, x.shape[2]), lambda i, *place: (row(place[-1])[0], i, 0))
+        ),
+        lists,
     )
     mark_specs = jax.tree.map(
         lambda x: pl.BlockSpec((None, x.shape[1]), lambda i, *place: (row(place[-1])[0], 0)), marks
@@ -179,7 +191,7 @@ def _run(plan: Plan, kernel, marks: tuple[Marks, Marks], operands: list[_Operand
     return pl.pallas_call(
         functools.partial(kernel, plan),
         grid=(plan.counts[by_key], *(() if by_key else (group,)), rows * heads),
-        in_specs=[Lists(*list_specs), *mark_specs, *specs],
+        in_specs=[list_specs, *mark_specs, *specs],
         out_specs=tuple(specs[len(operands) :]),
         out_shape=tuple(manual.like(x.array) for x in carried),
         input_output_aliases={first + i: i for i in range(len(carried))},

@@ -90,6 +90,11 @@ def _dot(plan: Plan, x: Array, y: Array, **transposed: bool) -> Array:
     return triton.dot(x.astype(plan.dtype), y, precision=precision, **transposed)
 
 
+def _dots(plan: Plan, x: list[Array], y: list[Array]) -> Array:
+    """x y^T from the pieces of both."""
+    return functools.reduce(jnp.add, (_dot(plan, a, b, trans_b=True) for a, b in zip(x, y, strict=True)))
+
+
 def _fine_dot(plan: Plan, x: Array, y: Array, **transposed: bool) -> Array:
     """The same with x as the sum of two numbers of that dtype."""
     if plan.dtype == jnp.float32:
@@ -117,7 +122,7 @@ def forward_kernel(
         sums, top, weight = state
         rows = pl.ds(j * key_size, key_size)
         k = [kv[rows, pl.ds(*piece)] for piece in plan.key_pieces]
-        s = sum(_dot(plan, x, y, trans_b=True) for x, y in zip(q, k, strict=True)) * plan.scores.scale
+        s = _dots(plan, q, k) * plan.scores.scale
         s = _cap(plan, s)
         visible = _visible(plan, at, _at(keys, j * key_size, key_size), j * key_size) if masked else None
         s = s if visible is None else jnp.where(visible, s, -jnp.inf)
@@ -146,11 +151,11 @@ def _finite(k: Array) -> Array:
 
 def _slopes(plan: Plan, q, k, v, dout, lse, delta, visible) -> tuple[Array, Array]:
     """(p, gradient of the raw scores) of one tile ``[queries, keys]``."""
-    s = sum(_dot(plan, x, y, trans_b=True) for x, y in zip(q, k, strict=True)) * plan.scores.scale
+    s = _dots(plan, q, k) * plan.scores.scale
     capped = _cap(plan, s)
     s = capped if visible is None else jnp.where(visible, capped, -jnp.inf)
     p = jnp.exp(s - lse[:, None])
-    dp = sum(_dot(plan, x, y, trans_b=True) for x, y in zip(dout, v, strict=True))
+    dp = _dots(plan, dout, v)
     ds = p * (dp - delta[:, None]) * plan.scores.scale
     cap = plan.scores.soft_cap
     return p, ds if cap is None else ds * (1 - (capped / cap) * (capped / cap))
