@@ -11,14 +11,20 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-oldest lint format docs bench lock clean
+.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest test-tpu lint format docs rehearsals bench bench-trainer lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  %-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  %-13s %s\n", $$1, $$2 }'
 
 setup: ## Make .venv with the pinned packages (the other tasks do this first)
 	@$(SETUP) .venv requirements/dev.txt
+
+setup-tpu: ## Make .venv-tpu, which compiles for TPUs, too, without one
+	@$(SETUP) .venv-tpu requirements/tpu.txt
+
+setup-gpu: ## Make .venv-gpu, which compiles for NVIDIA GPUs, too, without one
+	@$(SETUP) .venv-gpu requirements/gpu.txt
 
 quickstart: setup ## Train a small model on the CPU, as 8 devices; ARGS="--num-steps 20" changes the run
 	$(PY) -m train run configs/quickstart.py --platform cpu $$(sh scripts/run_dir.sh runs/quickstart $(ARGS)) $(ARGS)
@@ -34,6 +40,10 @@ test-oldest: ## Run the tests on the oldest JAX that is supported, in .venv-olde
 	@$(SETUP) .venv-oldest requirements/oldest.txt
 	$(PYTEST) $(ARGS)
 
+test-tpu: VENV = .venv-tpu
+test-tpu: setup-tpu ## Run the tests that compile for a TPU, without one, in .venv-tpu
+	$(PYTEST) -m tpu $(ARGS)
+
 lint: setup ## Check style, format, types and the direction of the imports
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
@@ -47,12 +57,18 @@ format: setup ## Format the code and mend what ruff can mend
 docs: setup ## Write docs/options.md from the tables in code
 	$(PY) scripts/options_page.py
 
+rehearsals: setup setup-tpu setup-gpu ## Compile the presets for their machines and write docs/rehearsals.md; ARGS="8b-1m-v5p" takes some
+	$(PY) scripts/rehearsals.py $(ARGS)
+
 bench: setup ## Time the attention against jax.nn.dot_product_attention
 	$(PY) -m benchmarks.attention $(ARGS)
+
+bench-trainer: setup ## Time the train step on 8 simulated devices against one, its data and its checkpoints
+	$(PY) -m benchmarks.trainer $(ARGS)
 
 lock: setup ## Pin the packages of pyproject.toml anew; ARGS=--upgrade takes the newest of each
 	sh scripts/lock.sh $(ARGS)
 
 clean: ## Remove the virtual environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-oldest .cache .hypothesis .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-tpu .venv-gpu .cache .hypothesis .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,15 @@
 """Llama 3.1 70B on rows of 131,072 tokens.
 
 Hardware: 256 v5p chips (v5p-512) or 256 H200 in 32 hosts (mesh data 4, tensor 8, sequence 8).
-Estimated memory (from sizes, by `train.memory`, not measured): about 11.6 GB on each device, with weights and optimizer
+Estimated memory (from sizes, by `train.memory`, not measured): about 23.3 GB on each device, with weights and optimizer
 state cut over all four axes.
 Parameters: 70.6 billion. Tokens: 1,048,576 a step, 8 rows.
+Compiled for twice as many v5p chips (data 8) and for 128 chips of tpu7x: docs/rehearsals.md.
 
     python -m train run configs/llama3_70b_128k.py --data.path TEXT --data.tokenizer T.json
 """
+
+import dataclasses
 
 from models.config import ModelConfig
 from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchConfig
@@ -29,9 +32,9 @@ def model() -> ModelConfig:
 
 
 def config() -> TrainConfig:
-    """A key/value head for each of the 8 tensor devices: of H200 hosts, those joined by NVLink."""
+    """A key/value head for each of the 8 tensor devices; of an H200 host, NVLink joins the ring."""
     return TrainConfig(
-        model=model(),
+        model=dataclasses.replace(model(), remat="attention"),
         mesh=MeshConfig(data=4, tensor=8, sequence=8),
         data=DataConfig(seq_len=131_072, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=6e-5, min_learning_rate_ratio=0.1, warmup_steps=200),

@@ -1,14 +1,16 @@
 """Llama 3.1 8B on rows of 131,072 tokens.
 
 Hardware: 64 v5p chips (v5p-128: mesh data 2, tensor 4, sequence 8), or 64 H200 in 8 hosts with the second command.
-Estimated memory (from sizes, by `train.memory`, not measured): about 7.9 GB on each chip, 8.0 GB with the second
-mesh, with weights and optimizer state cut over all four axes.
+Estimated memory (from sizes, by `train.memory`, not measured): about 17.2 GB on each chip, 17.2 GB with the
+second mesh, with weights and optimizer state cut over all four axes.
 Parameters: 8.03 billion. Tokens: 1,048,576 a step, 8 rows.
 
     python -m train run configs/llama3_8b_128k.py --data.path TEXT --data.tokenizer T.json
     python -m train run configs/llama3_8b_128k.py --data.path TEXT --data.tokenizer T.json \
         --mesh.data 1 --mesh.tensor 8 --mesh.sequence 8
 """
+
+import dataclasses
 
 from models.config import ModelConfig
 from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchConfig
@@ -33,7 +35,7 @@ def model() -> ModelConfig:
 def config() -> TrainConfig:
     """A chip holds 16,384 tokens of a row: its work on a block hides the hop of the next many times over."""
     return TrainConfig(
-        model=model(),
+        model=dataclasses.replace(model(), remat="attention"),
         mesh=MeshConfig(data=2, tensor=4, sequence=8),
         data=DataConfig(seq_len=131_072, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=1e-4, min_learning_rate_ratio=0.1, warmup_steps=200),

@@ -66,6 +66,15 @@ def scatter_tokens(partial: Array, axis: int = 1) -> Array:
     return lax.psum_scatter(partial, RULES.heads, scatter_dimension=axis, tiled=True)
 
 
+def own_tokens(x: Array, axis: int = 1) -> Array:
+    """This tensor shard's part of an array that all tensor shards of the sequence shard hold alike."""
+    shards = manual.axis_size(RULES.heads)
+    if shards == 1:
+        return x
+    count = x.shape[axis] // shards
+    return lax.dynamic_slice_in_dim(x, manual.axis_index(RULES.heads) * count, count, axis=axis)
+
+
 def vocab_shard(held: int, size: int) -> tuple[Array | int, tuple[str, ...]]:
     """First token id of this device's part of the vocabulary, and the axes that it is cut over."""
     if held == size:

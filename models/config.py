@@ -9,6 +9,38 @@ STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies stretched for a context longer than a model was first trained on (Llama 3.1)."""
+
+    factor: float = 1.0
+    """What low frequencies are divided by; 1: no scaling."""
+    low_freq_factor: float = 1.0
+    """Frequencies that turn less often than this in the original context are divided by the whole factor."""
+    high_freq_factor: float = 4.0
+    """Those that turn more often than this stay; between the two the change is gradual."""
+    original_max_position: int = 8192
+    """The original context, in tokens."""
+
+    def problems(self) -> list[str]:
+        """Every rule that is broken, as `value, rule; fix`."""
+        found = []
+        if not 1 <= self.factor < math.inf:
+            found.append(f"model.rope_scaling.factor={self.factor} must be at least 1 and finite; 1 means no scaling")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not 0 < low < high < math.inf:
+            found.append(
+                f"model.rope_scaling.low_freq_factor={low} must be greater than 0 and less than "
+                f"high_freq_factor={high}, which must be finite; Llama 3.1 uses 1 and 4"
+            )
+        if self.original_max_position < 1:
+            found.append(
+                f"model.rope_scaling.original_max_position={self.original_max_position} must be at least 1; "
+                "Llama 3.1 uses 8192"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes of a decoder transformer."""
 
@@ -28,6 +60,8 @@ class ModelConfig:
     """Hidden width of the MLP (F)."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies; larger for longer contexts."""
+    rope_scaling: RopeScaling = RopeScaling()
+    """Change of the frequencies for long contexts."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
@@ -42,6 +76,10 @@ class ModelConfig:
     """Tokens ahead that each position predicts; from 2 on by residual blocks before the shared head."""
     mlp_chunk: int | None = None
     """Tokens of one pass through the MLP; less memory for its hidden layer, the same result. None: all at once."""
+    dropout_rate: float = 0.0
+    """Share of the activations that fall behind the embedding, attention and the MLP; in training only."""
+    attention_dropout_rate: float = 0.0
+    """Share of the attention probabilities that fall; in training only."""
     strategy: Literal["ring", "all_gather", "ulysses", "usp"] = "ring"
     """How the devices of the sequence axis share attention."""
     remat: Literal["none", "layer", "attention", "offload"] = "layer"
@@ -49,6 +87,11 @@ class ModelConfig:
     and statistics of attention, so that the ring does not turn again; these in host memory."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matmuls; parameters, norms, softmax statistics and the loss are float32 always."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether training drops anything."""
+        return self.dropout_rate > 0 or self.attention_dropout_rate > 0
 
     def problems(self) -> list[str]:
         """Every rule that this configuration breaks on any mesh, as `value, rule; fix`."""
@@ -77,10 +120,14 @@ class ModelConfig:
         for name, value in [("windows", w) for w in self.windows] + [(n, getattr(self, n)) for n in list(least)[1:]]:
             if value is not None and value < least[name]:
                 found.append(f"model.{name} holds {value}, which must be at least {least[name]}")
+        found += self.rope_scaling.problems()
         for name in ("attention_soft_cap", "final_soft_cap"):
             cap = getattr(self, name)
             if cap is not None and not 0 < cap < math.inf:
                 found.append(f"model.{name}={cap} must be greater than 0 and finite; None means no cap")
+        for name in ("dropout_rate", "attention_dropout_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"model.{name}={getattr(self, name)} must be at least 0 and less than 1; 0 drops nothing")
         for name, known in (("remat", REMAT), ("strategy", STRATEGIES)):
             if getattr(self, name) not in known:
                 found.append(f"model.{name}={getattr(self, name)!r} must be one of {', '.join(known)}")

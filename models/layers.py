@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
 import ring_jax
 from models.collectives import gather_tokens, gather_weight, scatter_tokens
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
+from models.dropout import ATTENTION, MLP_SUM, PROBABILITIES, drop_tokens, fold, place_in
 from models.sharding import RULES
 from ring_jax import manual
 
@@ -29,6 +30,8 @@ STRATEGIES = {
     "ulysses": ring_jax.ulysses_attention,
     "usp": ring_jax.usp_attention,
 }
+
+NO_SCALING = RopeScaling()
 
 type Positions = Int[Array, "B T"] | Int[Array, " T"]
 
@@ -41,17 +44,35 @@ def random_weight(rngs: nnx.Rngs, shape: tuple[int, ...], *, fan_in: int, gain: 
     return nnx.Param((draw * (gain * fan_in**-0.5)).reshape(shape))
 
 
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Radians per position of every pair of channels, float64 [H / 2]: f = theta^(-2i/H), for long contexts scaled.
+
+    With original context C a frequency turns C f / 2 pi times. At most `low` times: it becomes f / factor; at least
+    `high` times: it stays; between them (1 - s) f / factor + s f with s = (C f / 2 pi - low) / (high - low).
+
+    Reference:
+      The Llama 3 Herd of Models, arXiv:2407.21783, section 3.4.2; the formula is that of the released Llama 3.1.
+    """
+    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling.factor == 1:
+        return frequency
+    turns = scaling.original_max_position * frequency / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
 def rotary_tables(
-    positions: Int[Array, "*B T"], head_dim: int, theta: float
+    positions: Int[Array, "*B T"], head_dim: int, theta: float, scaling: RopeScaling = NO_SCALING
 ) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
-    """Cosine and sine of the rotary angles, position * theta^(-2i/H), float32.
+    """Cosine and sine of the rotary angles, position * frequency (`rotary_frequencies`), float32.
 
     A float32 holds neither large integers nor large angles: at position 10^6 a plain product is wrong by up to 0.06
     radians, and from 2^24 on neighbors collide. So the position is split, p = 65536 * a + b, and the part of
     a is reduced modulo 2 pi with frequencies prepared in float64. Below 65,536 the result is that of the plain product;
     it is within 0.02 radians up to 2^31 - 1.
     """
-    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequency = rotary_frequencies(head_dim, theta, scaling)
     coarse_frequency = np.mod(65536 * frequency, 2 * np.pi)
     coarse = (positions >> 16).astype(jnp.float32)[..., None] * coarse_frequency.astype(np.float32)
     fine = (positions & 0xFFFF).astype(jnp.float32)[..., None] * frequency.astype(np.float32)
@@ -88,7 +109,9 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         layers, d, n = config.num_layers, config.embed_dim, config.num_heads
         k, h = config.num_kv_heads, config.head_dim
-        self.rope_theta, self.strategy, self.soft_cap = config.rope_theta, config.strategy, config.attention_soft_cap
+        self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
+        self.strategy, self.soft_cap = config.strategy, config.attention_soft_cap
+        self.dropout_rate = config.attention_dropout_rate
         self.query = random_weight(rngs, (layers, d, n, h), fan_in=d)
         self.key = random_weight(rngs, (layers, d, k, h), fan_in=d)
         self.value = random_weight(rngs, (layers, d, k, h), fan_in=d)
@@ -103,6 +126,7 @@ class Attention(nnx.Module):
         *,
         layout: str | None,
         window: int | None,
+        words: UInt32[Array, "B 2"] | None = None,
     ) -> Float[Array, "B t D"]:
         width = x.shape[-1]
         x = gather_tokens(x)
@@ -111,7 +135,7 @@ class Attention(nnx.Module):
             jnp.einsum("BTD,DNH->BTNH", x, gather_weight(w[...], 0, width, x))
             for w in (self.query, self.key, self.value)
         )
-        cos, sin = rotary_tables(positions, query.shape[-1], self.rope_theta)
+        cos, sin = rotary_tables(positions, query.shape[-1], self.rope_theta, self.rope_scaling)
         attended = STRATEGIES[self.strategy](
             rotate(query, cos, sin),
             rotate(key, cos, sin),
@@ -122,6 +146,8 @@ class Attention(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             layout=layout,
+            dropout_rate=0.0 if words is None else self.dropout_rate,
+            dropout_seed=words,
             axis_name=RULES.sequence if manual.axis_is_manual(RULES.sequence) else None,
         )
         return scatter_tokens(jnp.einsum("BTNH,NHD->BTD", attended, gather_weight(self.output[...], -1, width, x)))
@@ -168,6 +194,7 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(norm_shape, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
+        self.dropout_rate = config.dropout_rate
 
     @jax.named_scope("layer")
     def __call__(
@@ -178,9 +205,20 @@ class DecoderLayer(nnx.Module):
         *,
         layout: str | None,
         window: int | None = None,
+        words: UInt32[Array, "B 2"] | None = None,
+        number: Int[Array, ""] | None = None,
     ) -> Float[Array, "B t D"]:
+        """Run one layer; ``words`` are the keys of the rows for dropout, ``number`` that of the layer in the model."""
         # What depends on positions alone would be computed before the loop over layers when that loop is
         # differentiated, and kept: a mask for every pair of tokens. Tied to x, it is computed here and dropped.
-        x, positions, segment_ids = lax.optimization_barrier((x, positions, segment_ids))
-        x = x + self.attention(self.attention_norm(x), positions, segment_ids, layout=layout, window=window)
-        return x + self.mlp(self.mlp_norm(x))
+        x, positions, segment_ids, words = lax.optimization_barrier((x, positions, segment_ids, words))
+
+        def words_at(place: int) -> UInt32[Array, "B 2"] | None:
+            return None if words is None or number is None else fold(words, place_in(number, place))
+
+        y = self.attention(
+            self.attention_norm(x), positions, segment_ids, layout=layout, window=window, words=words_at(PROBABILITIES)
+        )
+        x = x + drop_tokens(y, words_at(ATTENTION), positions, segment_ids, self.dropout_rate)
+        y = self.mlp(self.mlp_norm(x))
+        return x + drop_tokens(y, words_at(MLP_SUM), positions, segment_ids, self.dropout_rate)

@@ -9,14 +9,25 @@ loss would depend on the mesh.
 The module is a plain pytree: `jax.jit`, `jax.grad`, `jax.tree.map` and optax work on it directly.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
-from models.collectives import GATHERED, gather_tokens, gather_weight, replicated, scatter_tokens, vocab_shard
+from models.collectives import (
+    GATHERED,
+    gather_tokens,
+    gather_weight,
+    own_tokens,
+    replicated,
+    scatter_tokens,
+    vocab_shard,
+)
 from models.config import ModelConfig
+from models.dropout import EMBEDDING, drop_tokens, fold, row_words
 from models.layers import DecoderLayer, Positions, RMSNorm, random_weight
 from models.sharding import RULES
 from ring_jax import manual
@@ -72,6 +83,7 @@ class Transformer(nnx.Module):
         positions: Positions | None = None,
         segment_ids: Positions | None = None,
         layout: str | None = "contiguous",
+        dropout_seed: Any = None,
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, float32.
 
@@ -80,6 +92,8 @@ class Transformer(nnx.Module):
           positions: place of every token in its document, int32. None: the place in the row that `layout` gives it.
           segment_ids: document of every token, int32; tokens attend within their own. 0 is padding. None: one document.
           layout: order of the tokens over the `sequence` axis; see `ring_jax.layouts`.
+          dropout_seed: which activations fall where the configuration has dropout: an int, an integer array of shape
+            [] or [2], or a key of `jax.random`, another at every step. None: none fall, as in evaluation.
 
         Raises:
           ValueError: the parameters are not sharded as `param_specs` says, or the layers are spread over `pipeline`.
@@ -90,8 +104,12 @@ class Transformer(nnx.Module):
                 f"this shard holds {held} of {self.config.num_layers} layers, so model(tokens) would skip the others; "
                 f"use pipeline=1, or the train step, which passes activations from stage to stage"
             )
+        words = None if dropout_seed is None else row_words(dropout_seed, len(tokens))
         x = self.embed(tokens)
-        x = self.run_layers(x, positions, segment_ids, layout=layout)
+        if positions is None:
+            positions = self._default_positions(x, layout)
+        x = self.drop_embedding(x, words, positions, segment_ids)
+        x = self.run_layers(x, positions, segment_ids, layout=layout, words=words)
         return self.head(x)
 
     @jax.named_scope("embed")
@@ -108,19 +126,22 @@ class Transformer(nnx.Module):
         rows = jnp.take(table, tokens - first, axis=0, mode="fill", fill_value=0)
         # Negative indices count from the end.
         rows = jnp.where(((tokens >= first) & (tokens < first + table.shape[0]))[..., None], rows, 0).astype(like.dtype)
+        known, axis = (tokens >= 0) & (tokens < config.vocab_size), tokens.ndim - 1
+        rows = scatter_tokens(rows, axis) if RULES.heads in axes else own_tokens(rows, axis)
         if RULES.layers in axes:
-            rows = lax.psum(rows, RULES.layers)
-        known = (tokens >= 0) & (tokens < config.vocab_size)
-        rows = scatter_tokens(rows, axis=tokens.ndim - 1) if RULES.heads in axes else self._own_tokens(rows)
-        return jnp.where(self._own_tokens(known[..., None]), rows, jnp.nan)
+            rows = lax.psum(rows, RULES.layers)  # of this tensor shard's tokens only
+        return jnp.where(own_tokens(known, axis)[..., None], rows, jnp.nan)
 
-    def _own_tokens(self, x: Array) -> Array:
-        """This tensor shard's part of the tokens, axis -2."""
-        shards = manual.axis_size(RULES.heads)
-        if shards == 1:
-            return x
-        count = x.shape[-2] // shards
-        return lax.dynamic_slice_in_dim(x, manual.axis_index(RULES.heads) * count, count, axis=x.ndim - 2)
+    def drop_embedding(
+        self,
+        x: Float[Array, "B t D"],
+        words: UInt32[Array, "B 2"] | None,
+        positions: Positions,
+        segment_ids: Positions | None,
+    ) -> Float[Array, "B t D"]:
+        """What `embed` gave, some of it dropped in training; ``words`` are the keys of the rows."""
+        words = None if words is None else fold(words, EMBEDDING)
+        return drop_tokens(x, words, positions, segment_ids, self.config.dropout_rate)
 
     def run_layers(
         self,
@@ -130,33 +151,46 @@ class Transformer(nnx.Module):
         *,
         layout: str | None,
         layers: DecoderLayer | None = None,
+        words: UInt32[Array, "B 2"] | None = None,
+        numbers: Int[Array, " L"] | None = None,
     ) -> Float[Array, "B t D"]:
         """Run the layers that this shard holds, or ``layers`` of them, one after another.
 
         ``x`` holds this tensor shard's tokens, ``positions`` and ``segment_ids`` those of the whole sequence shard.
+        ``words`` are the keys of the rows for dropout, None for none; it goes by the ``numbers`` of the layers in the
+        whole model, None where they are all here, in order.
         """
         self._check_shards()
         if positions is None:
-            shard, num_shards = manual.axis_index(RULES.sequence), manual.axis_size(RULES.sequence)
-            length = x.shape[1] * manual.axis_size(RULES.heads)
-            positions = shard_positions(layout or "contiguous", shard, length, num_shards)
+            positions = self._default_positions(x, layout)
         windows = self.config.windows or (None,)
 
-        def body(x: Array, group: DecoderLayer) -> tuple[Array, None]:
+        def body(x: Array, held: tuple[DecoderLayer, Array | None]) -> tuple[Array, None]:
+            group, numbers = held
             # Gathered weights depend on weights alone: untied from x they would be computed for all layers before the
             # loops, and all be there at once.
             x, group = lax.optimization_barrier((x, group))
             for i, window in enumerate(windows):
                 layer = jax.tree.map(lambda w, i=i: w[i], group)
-                x = layer(x, positions, segment_ids, layout=layout, window=window)
+                number = None if numbers is None else numbers[i]
+                x = layer(x, positions, segment_ids, layout=layout, window=window, words=words, number=number)
             return x, None
 
         body = jax.checkpoint(body, prevent_cse=False, policy=REMAT_POLICIES[self.config.remat])
         layers = self.layers if layers is None else layers
         groups = jax.tree.map(lambda w: w.reshape(-1, len(windows), *w.shape[1:]), layers)
         # The carry must enter the loop varying over every axis that it varies over when it leaves.
-        x = manual.vary_alike(x, positions, segment_ids, jax.tree.leaves(layers))[0]
-        return lax.scan(body, x, groups)[0]
+        x = manual.vary_alike(x, positions, segment_ids, words, jax.tree.leaves(layers))[0]
+        if words is not None:
+            numbers = jnp.arange(len(layers.attention_norm.scale)) if numbers is None else numbers
+            numbers = numbers.reshape(-1, len(windows))
+        return lax.scan(body, x, (groups, None if words is None else numbers))[0]
+
+    def _default_positions(self, x: Float[Array, "B t D"], layout: str | None) -> Int[Array, " T"]:
+        """The place in the row that the layout gives to every token of this shard."""
+        shard, num_shards = manual.axis_index(RULES.sequence), manual.axis_size(RULES.sequence)
+        length = x.shape[1] * manual.axis_size(RULES.heads)
+        return shard_positions(layout or "contiguous", shard, length, num_shards)
 
     def ahead(self, x: Float[Array, "*B D"], depth: int) -> Float[Array, "*B D"]:
         """What predicts the token ``depth`` places on, from what predicts the next: x + silu(x W)."""

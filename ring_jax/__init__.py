@@ -7,7 +7,7 @@ from ring_jax.inspection import inspect
 from ring_jax.layouts import from_layout, permutation, to_layout
 from ring_jax.mesh import make_mesh
 from ring_jax.options import Schedule, supports
-from ring_jax.planner import choose_strategy
+from ring_jax.planner import choose_strategy, plan
 from ring_jax.reference import reference_attention
 from ring_jax.sharded import all_gather_attention, ring_attention, ulysses_attention, usp_attention
 from ring_jax.softmax import merge
@@ -25,6 +25,7 @@ __all__ = [
     "make_mesh",
     "merge",
     "permutation",
+    "plan",
     "reference_attention",
     "ring_attention",
     "supports",

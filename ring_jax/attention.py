@@ -88,7 +88,8 @@ def dot_product_attention(
         broadcast to the tile ``[b, N, t, s]``, head counted in the whole model. Gradients go to scores and score_args.
       score_args: arrays for score_fn, whole on every device.
       dropout_rate, dropout_seed: probabilities to drop, and which: an int, an integer array of shape [] or [2], or a
-        key of `jax.random`. The dropped set is a function of seed, batch row, head, segment and both positions.
+        key of `jax.random`. The dropped set is a function of seed, batch row, head, segment and both positions. An
+        integer array [B, 2] gives each row a seed of its own, and the row's number does not enter.
       strategy: ``"ring"``, ``"all_gather"``, ``"ulysses"``, ``"usp"``; ``"auto"`` picks one for the hardware and the
         sizes and logs which and why (`ring_jax.choose_strategy`). All give the same numbers.
       layout: order of the sequence in all arrays, see `ring_jax.to_layout`. It promises that inside a segment

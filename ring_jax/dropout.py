@@ -19,48 +19,68 @@ from jaxtyping import Bool, Int, UInt32
 from ring_jax import manual
 
 
-def _mix(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, Array]:
+def mix(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, Array]:
     """Two words from a key of two words and a counter of two words, with broadcasting (Threefry-2x32, 20 rounds)."""
     words = manual.vary_alike(*jnp.broadcast_arrays(first, second, low, high))
     mixed, other, _ = manual.vary_alike(*threefry2x32_p.bind(*words), words[0])  # the primitive forgets the axes
     return mixed, other
 
 
-def as_words(seed: Any) -> UInt32[Array, "2"]:
-    """Two words from a Python int of up to 64 bits, an integer array of shape [] or [2], or a key of `jax.random`."""
+def as_words(seed: Any) -> UInt32[Array, "2"] | UInt32[Array, "B 2"]:
+    """Two words from a Python int of up to 64 bits, an integer array of shape [] or [2], or a key of `jax.random`.
+
+    An array of shape [B, 2] stays as it is: every batch row has a seed of its own.
+    """
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         high = 0 if -(2**31) <= seed < 2**32 else int(seed) >> 32 & 0xFFFFFFFF  # as the same number in 32 bits
         return jnp.array([high, int(seed) & 0xFFFFFFFF], jnp.uint32)
     array = jnp.asarray(seed)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in ((), (2,)):
-        rule = "an integer, an integer array of shape [] or [2], or a key of jax.random"
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape[-1:] not in ((), (2,)) or array.ndim > 2:
+        rule = "an integer, an integer array of shape [], [2] or [batch, 2], or a key of jax.random"
         raise TypeError(f"dropout_seed must be {rule}; got {array.dtype}{list(array.shape)}")
     array = array.astype(jnp.uint32)
     return jnp.stack([jnp.zeros_like(array), array]) if array.ndim == 0 else array
 
 
 def query_words(
-    seed: UInt32[Array, "2"],
+    seed: UInt32[Array, "2"] | UInt32[Array, "B 2"],
     rows: Int[Array, " B"],
     heads: Int[Array, " N"],
     positions: Int[Array, "R T"],
     segment_ids: Int[Array, "R T"] | None,
 ) -> UInt32[Array, "B N T 2"]:
-    """The key of every (row, head, query); ``rows`` and ``heads`` are numbers in the whole batch and model."""
+    """The key of every (row, head, query); ``rows`` and ``heads`` are numbers in the whole batch and model.
+
+    Where every row has a seed of its own, its number does not enter.
+    """
+    if seed.ndim == 2 and len(seed) != len(rows):
+        raise ValueError(f"dropout_seed has seeds for {len(seed)} rows, and there are {len(rows)}; pass one for each")
     rows, heads, positions = (x.astype(jnp.uint32) for x in (rows[:, None], heads[None], positions))
-    first, second = _mix(seed[0], seed[1], rows, heads)
+    rows = rows if seed.ndim == 1 else jnp.zeros_like(rows)
+    first, second = mix(seed[..., :1], seed[..., 1:], rows, heads)
     ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids.astype(jnp.uint32)
-    words = _mix(first[:, :, None], second[:, :, None], ids[:, None], positions[:, None])
+    words = mix(first[:, :, None], second[:, :, None], ids[:, None], positions[:, None])
     return jnp.stack(words, -1)
 
 
 def keep(words: UInt32[Array, "*n T 2"], key_positions: Int[Array, " S"], rate: float) -> Bool[Array, "*n T S"]:
     """Which probabilities stay: each with chance 1 - rate."""
     counter = key_positions.astype(jnp.uint32)
-    bits, _ = _mix(words[..., :1], words[..., 1:], counter, jnp.zeros_like(counter))
-    return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    bits, _ = mix(words[..., :1], words[..., 1:], counter, jnp.zeros_like(counter))
+    return bits >= _threshold(rate)
+
+
+def keep_features(words: UInt32[Array, "*n 2"], num_features: int, rate: float) -> Bool[Array, "*n D"]:
+    """Which of the numbers of every token stay, each with chance 1 - rate; ``words`` are the keys of the tokens."""
+    counter = jnp.arange(-(-num_features // 2), dtype=jnp.uint32)
+    bits = jnp.concatenate(mix(words[..., :1], words[..., 1:], counter, jnp.zeros_like(counter)), -1)
+    return bits[..., :num_features] >= _threshold(rate)
+
+
+def _threshold(rate: float) -> np.uint32:
+    return np.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
 def keep_mask(

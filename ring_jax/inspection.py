@@ -40,6 +40,7 @@ class Collective:
       hidden_flops: matmul FLOPs scheduled between start and done; None if not asynchronous or not scheduled.
       hidden_kernels: kernels (cuDNN, Triton, Mosaic) scheduled there.
       hidden: whether a matmul or a kernel is scheduled there.
+      scope: the operation's name in JAX, ``jit(f)/.../ppermute``, with the `jax.named_scope`s around it; may be empty.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Collective:
     hidden_flops: int | None
     hidden_kernels: int
     hidden: bool
+    scope: str
 
     def over(self, axis: str) -> bool:
         """Whether it runs over a mesh axis: "sequence" for all or part of it, "sequence[2]" for just such groups."""
@@ -282,6 +284,8 @@ def _collective(
 ) -> Collective:
     kind = _kind(instruction)
     assert kind
+    if kind == "all-reduce" and name.startswith("all-reduce-scatter"):  # a TPU runs this fusion as one reduce-scatter
+        kind = "reduce-scatter"
     arrays = program.shapes(name, instruction)
     total = sum(x.num_bytes for x in arrays)
     num_devices = program.num_devices or (math.prod(sizes.values()) if sizes else None)
@@ -311,7 +315,15 @@ def _collective(
         hidden_flops=None if work is None else work.flops,
         hidden_kernels=0 if work is None else work.kernels,
         hidden=work is not None and any(work),
+        scope=_scope(program, instruction),
     )
+
+
+def _scope(program: hlo.Program, instruction: hlo.Instruction) -> str:
+    """The name in JAX; a sum that is part of a fusion may have left it to the function that it adds with."""
+    inner = (x for name in program.callees(instruction) for x in program.computations[name].values())
+    named = (re.search(r'op_name="([^"]*)"', x.attributes) for x in (instruction, *inner))
+    return next((x[1] for x in named if x), "")
 
 
 def _copies(program: hlo.Program, name: str, spans: _Spans) -> int:

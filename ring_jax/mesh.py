@@ -61,7 +61,11 @@ def make_mesh(
         raise ValueError(f"mesh {text} needs {needed} devices, but there are {len(given)} ({given[0].platform}); {fix}")
     if given[0].platform == "cpu":
         return Mesh(np.array(given[:needed]).reshape(shape), AXES)
-    return Mesh(mesh_utils.create_device_mesh(shape, given), AXES)
+    try:
+        placed = mesh_utils.create_device_mesh(shape, given)
+    except NotImplementedError:  # an axis that is no product of whole sides of the torus: it takes part of one
+        placed = mesh_utils.create_device_mesh(shape, given, allow_split_physical_axes=True)
+    return Mesh(placed, AXES)
 
 
 class Target(NamedTuple):

@@ -1,11 +1,7 @@
-"""Which strategy to use: closed forms for what a hop costs against what a step computes, with hardware figures.
+"""Which strategy to use: `choose_strategy` for ``strategy="auto"``, and `plan` for people: times, bytes, memory.
 
-A hop is hidden when the block holds at least c_min tokens (D and B cancel):
-
-    forward   c_min = (e / 2) (K / N) (F / W) / m          backward   c_min = ((e + e_g) / 5) (K / N) (F / W) / m
-
-with F the matmul rate, W the bytes a second of a hop, e and e_g the bytes of an entry of K, V and of dK, dV, and m the
-part of a block pair that is computed (1/2 for a balanced causal mask).
+`choose_strategy` asks whether hops are hidden in the worst case, a kernel at the peak of the device. `plan` predicts
+the time of every strategy at the rate that kernels were measured to reach. The forms are those of `ring_jax.costs`.
 """
 
 import logging
@@ -13,34 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ring_jax import ulysses
+from ring_jax import costs, links, predictions, ulysses
+from ring_jax.hardware import HARDWARE, Hardware, find_hardware, kernel_efficiency
+from ring_jax.predictions import Option, Plan
 from ring_jax.routes import Grid
 
+__all__ = ["HARDWARE", "Choice", "Hardware", "Option", "Plan", "Sizes", "choose_strategy", "find_hardware"]
+__all__ += ["hidden_length", "plan"]
+
 logger = logging.getLogger("ring_jax")
-
-
-class Hardware(NamedTuple):
-    """What a device can do: FLOP/s in bfloat16 without sparsity, bytes/s of one hop (both directions of a TPU ring)."""
-
-    flops: float
-    hop_bytes: float
-    hbm_bytes: float
-
-
-HARDWARE = {
-    "TPU v4": Hardware(2.75e14, 9e10, 34.4e9),
-    "TPU v5 lite": Hardware(1.97e14, 9e10, 17.2e9),
-    "TPU v5": Hardware(4.59e14, 18e10, 103e9),
-    "TPU v5p": Hardware(4.59e14, 18e10, 103e9),
-    "TPU v6 lite": Hardware(9.2e14, 18e10, 34.4e9),
-    "TPU7x": Hardware(2.307e15 / 2, 9e10, 103e9),  # a chip is two devices
-    "NVIDIA A100": Hardware(3.12e14, 300e9, 80e9),
-    "NVIDIA H100": Hardware(9.89e14, 450e9, 80e9),
-    "NVIDIA H200": Hardware(9.89e14, 450e9, 141e9),
-    "NVIDIA B200": Hardware(2.25e15, 900e9, 192e9),
-}
-"""By the start of ``device_kind``. FLOP/s and memory: vendors' data sheets and JAX's own TPU table; links: the scaling
-book (jax-ml.github.io/scaling-book), NVLink within a host for GPUs."""
 
 
 class Choice(NamedTuple):
@@ -63,17 +40,19 @@ class Sizes(NamedTuple):
     num_hops: int | None = None  # of the ring, where the mask needs fewer than all
 
 
-def find_hardware(device_kind: str) -> Hardware | None:
-    """The entry whose name starts the device's kind; the longest where several do."""
-    fits = [name for name in HARDWARE if device_kind.startswith(name)]
-    return HARDWARE[max(fits, key=len)] if fits else None
+def hidden_length(sizes: Sizes, hardware: Hardware, *, rate: float | None = None) -> tuple[float, float]:
+    """(forward, backward) c_min: tokens of a shard from which a hop is hidden behind a step, see `costs.hidden_length`.
 
-
-def hidden_length(sizes: Sizes, hardware: Hardware) -> tuple[float, float]:
-    """(forward, backward) c_min: tokens of a shard from which a hop is hidden behind a step."""
-    part = 0.5 if sizes.balanced_causal else 1.0
-    ratio = sizes.num_kv_heads / sizes.num_heads * hardware.flops / hardware.hop_bytes / part
-    return sizes.itemsize / 2 * ratio, (sizes.itemsize + sizes.gradient_itemsize) / 5 * ratio
+    ``rate`` is bytes/s of a hop; None: the best that the links can do, on TPU half of the keys each way.
+    """
+    return costs.hidden_length(
+        kv_share=sizes.num_kv_heads / sizes.num_heads,
+        itemsize=sizes.itemsize,
+        gradient_itemsize=sizes.gradient_itemsize,
+        flops=hardware.flops,
+        rate=rate or hardware.hop_bytes,
+        share=0.5 if sizes.balanced_causal else 1.0,
+    )
 
 
 def choose_strategy(sizes: Sizes, device_kind: str, gathered_bytes: float = 0.0) -> Choice:
@@ -105,7 +84,7 @@ def choose_strategy(sizes: Sizes, device_kind: str, gathered_bytes: float = 0.0)
     hardware = find_hardware(device_kind)
     if hardware is None:
         return Choice("ring", f"no figures for device kind {device_kind!r}: the ring holds least memory")
-    needed = hidden_length(sizes, hardware)[1]
+    needed = hidden_length(sizes, hardware, rate=hardware.link_bytes)[1]  # a plain ring goes one way
     if sizes.local_length >= needed:
         return Choice("ring", f"{sizes.local_length} tokens a device hide every hop (from {needed:.0f} on)")
     exposed = f"{sizes.local_length} tokens a device do not hide a hop (from {needed:.0f} on)"
@@ -131,3 +110,93 @@ def report(choice: Choice) -> Choice:
 
 def itemsize(dtype: Any) -> int:
     return int(np.dtype(dtype).itemsize)
+
+
+def plan(
+    *,
+    seq_len: int,
+    num_devices: int,
+    hardware: str,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int = 0,
+    value_dim: int = 0,
+    batch: int = 1,
+    dtype: Any = "bfloat16",
+    gradient_dtype: Any = "float32",
+    is_causal: bool = True,
+    local_window_size: int | None = None,
+    layout: str = "zigzag",
+    link: str = "auto",
+    two_directions: bool = False,
+    new_tokens: int | None = None,
+    efficiency: tuple[float, float] | None = None,
+) -> Plan:
+    """Predict time, bytes and memory of one attention call for every strategy, and say which to use.
+
+        ring        sum over steps of max(work, hop), and the gradient's last hop home
+        others      work + transfers
+
+    Args:
+      seq_len: tokens of the whole sequence. num_devices: on the sequence axis.
+      hardware: "v5p", "h100", ... or a device kind (`HARDWARE`).
+      num_heads, num_kv_heads: of one device of the tensor axis; 0 key/value heads are as many as heads.
+      head_dim, value_dim: 0 for values is the same. batch: rows of one data shard.
+      dtype: of Q, K, V. gradient_dtype: of dK and dV on the road.
+      is_causal, local_window_size (keys before a query), layout: as in `dot_product_attention`.
+      link: "fast", "line" (a TPU axis that does not close), "network" (between hosts); "auto": by the size.
+      two_directions: half of the keys travel each way, see `Schedule`.
+      new_tokens: queries at the end of the sequence, the rest being a cache: the tail of a prompt, or decoding (1).
+      efficiency: (forward, backward) share of the peak that the kernel reaches; None: `hardware.KERNEL_EFFICIENCY`.
+
+    Raises:
+      ValueError: an unknown hardware, link or layout, sizes that do not divide; says which are known.
+
+    Example:
+      >>> call = dict(num_devices=8, num_heads=32, num_kv_heads=8, head_dim=128)
+      >>> plan(seq_len=131072, hardware="h100", **call).strategy
+      'ring'
+      >>> plan(seq_len=8192, hardware="h100", **call).ring_pays
+      False
+
+    Reference:
+      As `ring_jax.costs`; the test for ``new_tokens`` is algorithm 1 of arXiv:2411.01783.
+    """
+    device = named_hardware(hardware)
+    if layout not in ("contiguous", "striped", "zigzag"):
+        raise ValueError(f"{layout=} must be one of contiguous, striped, zigzag")
+    multiple = num_devices * (2 if layout == "zigzag" and num_devices > 1 else 1)
+    if num_devices < 1 or seq_len < 1 or seq_len % multiple:
+        raise ValueError(
+            f"{seq_len=} must be a positive multiple of {multiple} for {num_devices=} and {layout=}; "
+            f"use {-(-max(seq_len, 1) // max(multiple, 1)) * max(multiple, 1)}"
+        )
+    if num_heads < 1 or num_heads % (num_kv_heads or num_heads):
+        raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}")
+    call = costs.make_call(
+        seq_len=seq_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        batch=batch,
+        itemsize=itemsize(dtype),
+        gradient_itemsize=itemsize(gradient_dtype),
+        is_causal=is_causal,
+        window=local_window_size,
+        layout=layout,
+    )
+    joined = links.single_link(device, num_devices, link)
+    setting = predictions.Setting(device, joined, efficiency or kernel_efficiency(device), two_directions)
+    if new_tokens is not None and new_tokens < seq_len:
+        return predictions.plan_cached(call, setting, new_tokens)
+    return predictions.decide(call, setting, predictions.predict(call, setting))
+
+
+def named_hardware(name: str) -> Hardware:
+    """Hardware by its short name or by the start of a device kind."""
+    short = {hardware.name: hardware for hardware in HARDWARE.values()}
+    found = short.get(name.lower()) or find_hardware(name)
+    if found is None:
+        raise ValueError(f"hardware={name!r} is not in the table; known: {', '.join(short)}, or a device kind")
+    return found

@@ -276,6 +276,10 @@ def settle_kernel(spec: Spec, implementation: str | None, inputs: Inputs, target
         has_segments=any(x is not None for x in given),
         has_bias=inputs.bias is not None,
         has_mask=inputs.mask is not None,
+        strategy=spec.strategy,
+        two_directions=spec.schedule.two_directions,
+        tile_size=spec.schedule.tile_size,
+        return_lse=spec.return_lse,
     )
     return spec._replace(kernel=registry.report(registry.choose(implementation, call)))
 

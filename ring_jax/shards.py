@@ -68,7 +68,7 @@ class Shards(NamedTuple):
             key_tokens=jax.tree.map(tokens, inputs.key_tokens),
             query_lengths=alike(rows, inputs.query_lengths),
             key_lengths=alike(rows, inputs.key_lengths),
-            seed=alike(whole, inputs.seed),
+            seed=alike(rows if getattr(inputs.seed, "ndim", 1) == 2 else whole, inputs.seed),
             place=alike(whole, inputs.place),
         )
 

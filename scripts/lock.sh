@@ -1,7 +1,8 @@
 #!/bin/sh
 # usage: scripts/lock.sh [options of `uv pip compile`, such as --upgrade]
-# Writes requirements/dev.txt and requirements/oldest.txt: exact versions and hashes for every supported Python, no
-# addresses. oldest.txt has the versions of dev.txt except where requirements/oldest.in names an older one.
+# Writes requirements/*.txt: exact versions and hashes for every supported Python, no addresses. oldest.txt has the
+# versions of dev.txt except where requirements/oldest.in names an older one; tpu.txt and gpu.txt add to dev.txt what
+# compiles for a TPU and for an NVIDIA GPU.
 
 set -eu
 cd "$(dirname "$0")/.."
@@ -16,3 +17,7 @@ pin() {
 pin --output-file requirements/dev.txt "$@"
 cp requirements/dev.txt requirements/oldest.txt
 pin --output-file requirements/oldest.txt --constraint requirements/oldest.in
+cp requirements/dev.txt requirements/tpu.txt
+pin --output-file requirements/tpu.txt --extra tpu
+cp requirements/dev.txt requirements/gpu.txt
+pin --output-file requirements/gpu.txt --extra cuda12

@@ -10,6 +10,11 @@ venv=$1
 requirements=$2
 stamp=$venv/installed.txt
 log=$venv/install.log
+case $requirements in
+*/tpu.txt) download="620 MB" disk="1.8 GB" ;;
+*/gpu.txt) download="3.3 GB" disk="6.1 GB" ;;
+*) download="320 MB" disk="1.2 GB" ;;
+esac
 
 version_of() {
     "$1" -c 'import sys; print(sys.version)'
@@ -18,7 +23,7 @@ version_of() {
 # Says what the errors of pip in $log mean and what to do.
 explain() {
     if grep -q -i -E 'NewConnection|NameResolution|ConnectTimeout|Read timed out|Network is unreachable|SSLError' "$log"; then
-        echo "error: the package registry could not be reached, and the first set-up needs it (about 320 MB)."
+        echo "error: the package registry could not be reached, and the first set-up needs it (about $download)."
         echo "  fix: connect to the network; behind a proxy or a mirror set HTTPS_PROXY, PIP_INDEX_URL or PIP_CERT; then run make again"
     elif grep -q 'No matching distribution\|not a supported wheel' "$log"; then
         echo "error: a pinned package has no wheel for $(uname -sm) with $(version_of "$venv/bin/python")."
@@ -27,7 +32,7 @@ explain() {
         echo "error: a downloaded package is not the one that was pinned (see above); a mirror or a proxy may have changed it."
         echo "  fix: use another index (PIP_INDEX_URL); do not install it without its hash"
     elif grep -q 'No space left' "$log"; then
-        echo "error: the disk is full; $venv needs about 1 GB."
+        echo "error: the disk is full; $venv needs about $disk."
         echo "  fix: make room, then run make again"
     else
         echo "error: pip could not install $requirements (see above)."
@@ -60,7 +65,7 @@ if ! PYTHON="$venv/bin/python" sh scripts/find_python.sh >/dev/null 2>&1 || ! "$
 fi
 
 count=$(grep -c '==' "$requirements")
-echo "Installing about $count pinned packages into $venv (320 MB to download, 1.2 GB on disk; a minute or two)"
+echo "Installing about $count pinned packages into $venv ($download to download, $disk on disk; a minute or two)"
 PIP_CACHE_DIR=${PIP_CACHE_DIR:-$PWD/.cache/pip}
 export PIP_CACHE_DIR
 failed=$venv/install.failed

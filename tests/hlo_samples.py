@@ -158,3 +158,29 @@ replica_groups={}, dimensions={0}
       ROOT %a2a-done = f32[64,64]{1,0} all-to-all-done(%a2a-start)
     }
 """)
+
+# How a TPU runs a reduce-scatter: a fusion around an all-reduce of the padded input. What adds has the name in JAX.
+TPU_REDUCE_SCATTER = hlo("""
+    HloModule jit_f, is_scheduled=true, num_partitions=8
+
+    %add (a: f32[], b: f32[]) -> f32[] {
+      %a = f32[] parameter(0), metadata={op_name="jit(f)/mlp/reduce_scatter"}
+      %b = f32[] parameter(1)
+      ROOT %sum = f32[] add(%a, %b)
+    }
+
+    %all-reduce-scatter.1 (input: f32[64,64]) -> f32[18,64] {
+      %input = f32[64,64]{1,0} parameter(0)
+      %zero = f32[] constant(0)
+      %pad = f32[72,64]{1,0} pad(%input, %zero), padding=0_8x0_0
+      %all-reduce = f32[72,64]{1,0} all-reduce(%pad), channel_id=1, replica_groups=[2,4]<=[8], \
+use_global_device_ids=true, to_apply=%add
+      %index = u32[] constant(0)
+      ROOT %slice = f32[18,64]{1,0} dynamic-slice(%all-reduce, %index, %index), dynamic_slice_sizes={18,64}
+    }
+
+    ENTRY %main (x: f32[64,64]) -> f32[18,64] {
+      %x = f32[64,64]{1,0} parameter(0)
+      ROOT %fusion = f32[18,64]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+    }
+""")

@@ -1,14 +1,13 @@
 """Checkpoints: the saved bits come back on any mesh, and what is half-written or foreign is said to be so."""
 
-import contextlib
 import dataclasses
 import gc
-import resource
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from disks import full_disk
 from tiny_run import config, write_text
 
 from ring_jax import make_mesh
@@ -190,6 +189,19 @@ def test_a_checkpoint_of_another_model_or_text_is_refused_with_the_fields():
         check_compatible(meta(4), config(), "fedcba9876543210")
 
 
+def test_a_field_that_an_older_version_did_not_have_counts_as_its_default():
+    older = to_json(config())
+    del older["model"]["rope_theta"], older["accumulate"], older["watch"]
+    found = dataclasses.replace(meta(4), config=older)
+    assert check_compatible(found, config(), FINGERPRINT) == []
+    changed = config(model=dataclasses.replace(config().model, rope_theta=9.0), accumulate=2)
+    with pytest.raises(CheckpointError, match=r"model\.rope_theta: 10000\.0 in the checkpoint, 9\.0 in this run"):
+        check_compatible(found, changed, FINGERPRINT)
+    assert check_compatible(found, config(accumulate=2), FINGERPRINT) == [
+        "accumulate: 1 in the checkpoint, 2 in this run"
+    ]
+
+
 def test_what_may_change_is_reported():
     other = config(
         model=dataclasses.replace(config().model, remat="none"),
@@ -202,17 +214,6 @@ def test_what_may_change_is_reported():
     lines = check_compatible(meta(4), other, FINGERPRINT)
     names = [line.split(":")[0] for line in lines]
     assert names == ["checkpoint.every", "mesh.data", "mesh.sequence", "model.remat", "num_steps"]
-
-
-@contextlib.contextmanager
-def full_disk():
-    """No file can grow beyond a few hundred bytes, for this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def folders(run_dir):

@@ -173,4 +173,4 @@ def test_every_field_is_documented_and_the_tree_is_small():
                     after = node.body[place + 1]
                     is_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                     assert is_docstring, f"{node.name}.{node.body[place].target.id}"
-    assert leaves <= 90
+    assert leaves <= 92  # seven of them: dropout, and the rotary scaling of Llama 3.1

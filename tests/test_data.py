@@ -209,9 +209,12 @@ def test_broken_link_and_pipe_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"gone.txt' cannot be read \(No such file or directory\)"):
         load_corpus(config(path))
     Path(path, "gone.txt").unlink()
-    os.mkfifo(Path(path, "pipe"))
-    with pytest.raises(ValueError, match=r"pipe' is not a regular file; leave it out"):
-        load_corpus(config(path))
+    for name in ("pipe", "pipe.jsonl", "pipe.parquet", "pipe.txt.gz"):
+        os.mkfifo(Path(path, name))
+        for place in (path, f"{path}/{name}"):
+            with pytest.raises(ValueError, match=rf"{name}' is not a regular file; leave it out"):
+                load_corpus(config(place))
+        Path(path, name).unlink()
 
 
 def test_long_documents_are_counted_or_refused(tmp_path):

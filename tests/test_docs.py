@@ -46,8 +46,8 @@ def test_options_page_is_that_of_the_tables():
     assert (ROOT / "docs" / "options.md").read_text() == page, "docs/options.md is stale: run `make docs`"
 
 
-DOCUMENTED = ["attention", "balance", "compat", "dropout", "flax", "inspection", "layouts", "mesh", "options"]
-DOCUMENTED += ["planner", "reference", "sharded", "softmax"]
+DOCUMENTED = ["attention", "balance", "compat", "costs", "dropout", "flax", "hardware", "inspection", "layouts"]
+DOCUMENTED += ["links", "mesh", "options", "planner", "reference", "sharded", "softmax"]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

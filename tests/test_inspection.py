@@ -8,7 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_samples import GPU, TPU_CHAIN, TPU_RING, hlo
+from hlo_samples import GPU, TPU_CHAIN, TPU_REDUCE_SCATTER, TPU_RING, hlo
 from jax import P, lax
 
 from ring_jax.inspection import KINDS, inspect
@@ -198,6 +198,20 @@ def test_tpu_chain_of_fusions_counts_once():
     assert (found.kind, found.axes, found.runs) == ("all-gather", ("sequence",), 1)
     assert found.bytes == 3 * 1024 * 1024 * 2
     assert (found.hidden_flops, report.flops, report.copies) == (MATMUL, MATMUL, 1)
+
+
+def test_tpu_reduce_scatter():
+    found = only(inspect(TPU_REDUCE_SCATTER, CPU_MESH))
+    assert (found.kind, found.axes, found.bytes) == ("reduce-scatter", ("sequence",), 72 * 64 * 4 * 3 // 4)
+    assert found.scope == "jit(f)/mlp/reduce_scatter"
+
+
+def test_scope_is_the_name_in_jax():
+    def named(x):
+        with jax.named_scope("ring"):
+            return hop(x)
+
+    assert only(inspect(compile_on_eight(named), CPU_MESH)).scope.endswith("/ring/ppermute")
 
 
 def test_tpu_batched_dot():

@@ -20,7 +20,7 @@ from ring_jax.kernels import interpret, pallas_tpu_parts
 from ring_jax.kernels.tiles import Keys, Queries
 from ring_jax.masks import Rules, Tokens
 
-KERNELS = ("pallas_tpu",)
+KERNELS = ("pallas_tpu", "pallas_gpu")
 TILES = (("tile_size", 8),)
 RING = {"ring": 4, "layout": "zigzag", "length": 64, "schedule": TILES, "value_dim": 12}
 THREE = {"ring": 3, "length": 48}

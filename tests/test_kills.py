@@ -12,6 +12,7 @@ from jobs import ROOT, TINY, environment, losses
 from tiny_run import write_text
 
 NUM_STEPS = 30
+WAIT = 600  # seconds for what takes 10 on an idle machine
 
 
 def command(text, run_dir, *more):
@@ -22,7 +23,7 @@ def command(text, run_dir, *more):
 
 def finish(text, run_dir, *more):
     done = subprocess.run(
-        command(text, run_dir, *more), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+        command(text, run_dir, *more), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=WAIT
     )
     assert done.returncode == 0, done.stderr
     return json.loads((run_dir / "summary.json").read_text())["held_out_loss"]
@@ -45,9 +46,11 @@ def kill(text, run_dir, *more, delay, inside_a_save):
     with subprocess.Popen(
         command(text, run_dir, *more), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
-        first, deadline = newest(run_dir), time.monotonic() + 120
+        first, deadline = newest(run_dir), time.monotonic() + WAIT
         while newest(run_dir) <= first and process.poll() is None:
-            assert time.monotonic() < deadline
+            if time.monotonic() > deadline:
+                process.kill()
+                pytest.fail(f"no checkpoint after {WAIT} s")
             time.sleep(0.002)
         time.sleep(delay)
         while inside_a_save and process.poll() is None and not is_saving(run_dir):
@@ -85,8 +88,15 @@ def test_two_kills_one_of_them_inside_a_save(unbroken, tmp_path):
     assert kill_and_compare(unbroken, tmp_path, [0.02, 0.15]) >= 1
 
 
+SEED, KILLS, GROUP = 7, 20, 4
+CHOOSER = random.Random(SEED)
+MOMENTS = [CHOOSER.uniform(0, 0.6) for _ in range(KILLS)]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_twenty_kills_at_random_moments(unbroken, tmp_path):
-    chooser = random.Random(7)
-    assert kill_and_compare(unbroken, tmp_path, [chooser.uniform(0, 0.6) for _ in range(20)]) >= 8
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(0, KILLS, GROUP))
+def test_twenty_kills_at_random_moments(unbroken, tmp_path, first, record_property):
+    cut = kill_and_compare(unbroken, tmp_path, MOMENTS[first : first + GROUP])
+    record_property("shown", f"kills {first + 1} to {first + GROUP} of {KILLS}, seed {SEED}: {cut} inside a save")
+    assert cut >= 1

@@ -10,6 +10,7 @@ from jax import P
 
 from ring_jax import make_mesh
 from train.cross_entropy import LossSpec, cross_entropy
+from train.flops import pipeline_bubble
 from train.pipeline import layer_order, run_pipeline
 
 V = 11
@@ -109,6 +110,39 @@ def test_no_array_holds_all_logits():
     assert used < 4096 * 32768 * 4 / 8, used
 
 
+def walk(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from walk(inner)
+
+
+def test_bfloat16_operands_and_float32_sums():
+    """No product has a float32 operand, forward or backward: the weight is never widened, the sums always are."""
+    rng = np.random.default_rng(2)
+    x, weight = (jnp.asarray(rng.normal(size=s) * c, jnp.bfloat16) for s, c in (((64, 32), 1.0), ((32, 96), 0.3)))
+    targets = jnp.asarray(rng.integers(0, 96, 64), jnp.int32)
+    spec = LossSpec(96, chunk=16, z_loss=1e-3, label_smoothing=0.1)
+    fun = jax.value_and_grad(functools.partial(sums, spec), (0, 1), has_aux=True)
+    products = [
+        eqn for eqn in walk(jax.make_jaxpr(fun)(x, weight, targets).jaxpr) if "dot_general" in eqn.primitive.name
+    ]
+    assert len(products) == 4
+    for eqn in products:
+        assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype("bfloat16")}
+        assert eqn.outvars[0].aval.dtype == jnp.float32
+    (_, _), grads = jax.jit(fun)(x, weight, targets)
+    with jax.enable_x64(True):
+        wide = [np.asarray(a.astype(jnp.float32), np.float64) for a in (x, weight)]
+        both = lambda x, w: (lambda s: s[0] + 0.5 * s[1])(dense(spec, x, w, targets))  # noqa: E731
+        want = jax.grad(both, (0, 1))(*wide)
+    for a, b in zip(grads, want, strict=True):
+        # Rounding of the result alone is 2^-9 of each entry.
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=2**-8 * np.abs(b).max())
+
+
 @pytest.mark.parametrize(("stages", "repeats"), [(2, 1), (4, 1), (4, 2), (2, 3)])
 def test_layer_order(stages: int, repeats: int):
     """Going round the stages in order meets the layers in order."""
@@ -133,9 +167,9 @@ def test_pipeline_applies_every_layer_with_its_own_microbatch(stages, repeats, n
     order = layer_order(layers, stages, repeats)
 
     def local(weight, x, place):
-        out = run_pipeline(lambda w, x, place: x * w[0] + place, weight, x, place, repeats=repeats)
+        out, ticks = run_pipeline(lambda w, x, place: x * w[0] + place, weight, x, place, repeats=repeats)
         is_last = jax.lax.axis_index("pipeline") == stages - 1
-        return jax.lax.psum(jnp.where(is_last, jnp.sum(out**2), 0.0), "pipeline")
+        return jax.lax.psum(jnp.where(is_last, jnp.sum(out**2), 0.0), "pipeline"), ticks
 
     def plain(weight, x):
         for i in np.argsort(order):
@@ -144,9 +178,12 @@ def test_pipeline_applies_every_layer_with_its_own_microbatch(stages, repeats, n
 
     specs = (P("pipeline"), P(), P())
     piped = jax.shard_map(
-        lambda *args: jax.value_and_grad(local, (0, 1))(*args), mesh=mesh, in_specs=specs, out_specs=(P(), specs[:2])
+        jax.value_and_grad(local, (0, 1), has_aux=True), mesh=mesh, in_specs=specs, out_specs=(P(), specs[:2])
     )
-    loss, grads = jax.jit(piped)(weight, x, place)
+    (loss, ticks), grads = jax.jit(piped)(weight, x, place)
+    assert int(ticks.busy) == stages * repeats * num_microbatches
+    bubble = pipeline_bubble(stages, num_microbatches, repeats)
+    assert 1 - int(ticks.busy) / int(ticks.all) == pytest.approx(bubble, abs=1e-12)
     want, want_grads = jax.value_and_grad(plain, (0, 1))(weight, x)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     jax.tree.map(lambda got, true: np.testing.assert_allclose(got, true, rtol=1e-4, atol=1e-4), grads, want_grads)

@@ -1,10 +1,16 @@
 """metrics.jsonl: one row per step, complete, in order, to the bit."""
 
 import json
+import math
+import sys
 
 import numpy as np
+from disks import full_disk
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.writer import Event, SessionLog
 
 from train.metrics import METRICS_FILE, MetricsLog, drop_rows_after, read_rows, write_json
+from train.unwritten import Unwritten, standard_output
 
 
 def test_a_row_is_on_disk_at_once_and_reads_back_to_the_same_bits(tmp_path):
@@ -43,3 +49,77 @@ def test_no_file_has_no_rows(tmp_path):
 def test_write_json(tmp_path):
     write_json(tmp_path / "config.json", {"a": [1, 2]})
     assert json.loads((tmp_path / "config.json").read_text()) == {"a": [1, 2]}
+
+
+def records(path):
+    """The events of a file of TensorBoard, every checksum checked."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        length, check = data[at : at + 8], data[at + 8 : at + 12]
+        assert int.from_bytes(check, "little") == masked_crc32c(length)
+        end = at + 12 + int.from_bytes(length, "little")
+        assert int.from_bytes(data[end : end + 4], "little") == masked_crc32c(data[at + 12 : end])
+        yield Event.FromString(data[at + 12 : end])
+        at = end + 4
+
+
+def scalars(run_dir):
+    """(step, name, value) of what TensorBoard shows: a mark of a start hides what has its step or a later one."""
+    shown = []
+    for path in sorted((run_dir / "tensorboard").iterdir()):
+        events = list(records(path))
+        assert events[0].file_version == "brain.Event:2"
+        for event in events:
+            if event.session_log.status == SessionLog.START:
+                shown = [entry for entry in shown if entry[0] < event.step]
+            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return sorted(shown)
+
+
+def test_tensorboard_shows_the_same_numbers_and_hides_what_came_twice(tmp_path):
+    with MetricsLog(tmp_path, first_step=1) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"loss": float(step), "bad": float("nan"), "by": {"0": 1.5, "1": math.inf}})
+        assert log.rewind(1) == 2
+        log.write(2, {"loss": 20.0})
+    assert scalars(tmp_path) == [(1, "by/0", 1.5), (1, "loss", 1.0), (2, "loss", 20.0)]
+    with MetricsLog(tmp_path, first_step=2) as log:  # as on resume from step 1
+        log.write(2, {"loss": 21.0})
+    assert scalars(tmp_path) == [(1, "by/0", 1.5), (1, "loss", 1.0), (2, "loss", 21.0)]
+
+
+def test_a_full_disk_costs_whole_rows_which_are_counted_and_said_once(tmp_path):
+    said = []
+    unwritten = Unwritten(said.append)
+    with MetricsLog(tmp_path, first_step=1, unwritten=unwritten) as log:
+        log.write(1, {"loss": 1.0})
+        with full_disk((tmp_path / METRICS_FILE).stat().st_size + 10):
+            for step in (2, 3):
+                log.write(step, {"loss": 2.0})
+        log.write(4, {"loss": 4.0})
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 4], "no half of row 2 swallows row 4"
+    assert len((tmp_path / METRICS_FILE).read_text().splitlines()) == 2
+    assert scalars(tmp_path) == [(1, "loss", 1.0), (4, "loss", 4.0)]
+    assert unwritten.counts == {METRICS_FILE: 2, "tensorboard": 2}
+    assert [line.split(" cannot be written")[0] for line in said] == [METRICS_FILE, "tensorboard"]
+    assert unwritten.summary() == "not written: metrics.jsonl (2 times), tensorboard (2 times)"
+
+
+def test_a_line_that_a_killed_process_left_half_written_swallows_no_other(tmp_path):
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{"step": 2, "lo')
+    with MetricsLog(tmp_path, first_step=2) as log:
+        log.write(2, {"loss": 0.5})
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
+
+
+def test_a_full_disk_under_the_log_of_a_run_ends_nothing(tmp_path, monkeypatch):
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        print("before")
+        output = standard_output()
+        with full_disk(8):
+            print("lost", "x" * 50, file=output, flush=True)
+        print("after", file=output, flush=True)
+        output.close()
+    text = (tmp_path / "log").read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")

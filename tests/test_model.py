@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from jax import P
 
-from models import ModelConfig, Transformer
+from models import ModelConfig, RopeScaling, Transformer
 from models.config import REMAT
-from models.layers import rotary_tables
+from models.layers import rotary_frequencies, rotary_tables
 from models.sharding import RULES, param_specs
 from ring_jax import from_layout, make_mesh, to_layout
 
@@ -41,11 +41,13 @@ def run(model: Transformer, tokens: np.ndarray, **keywords) -> np.ndarray:
     return np.asarray(jax.jit(lambda model, tokens, keywords: model(tokens, **keywords))(model, tokens, keywords))
 
 
-def run_sharded(model, tokens, *, layout, sequence, tensor=1, positions=None, segment_ids=None) -> np.ndarray:
+def run_sharded(
+    model, tokens, *, layout, sequence, tensor=1, positions=None, segment_ids=None, dropout_seed=None
+) -> np.ndarray:
     """The same call on local shards; everything goes in and comes out in natural order."""
     cut = P("data", "sequence")
     call = jax.shard_map(
-        lambda model, tokens, extra: model(tokens, layout=layout, **extra),
+        lambda model, tokens, extra: model(tokens, layout=layout, dropout_seed=dropout_seed, **extra),
         mesh=make_mesh(tensor=tensor, sequence=sequence),
         in_specs=(param_specs(model), cut, cut),
         out_specs=P("data", ("pipeline", "sequence")),  # the weights vary over pipeline, so the logits do, too
@@ -174,6 +176,48 @@ def test_rotary_angles_below_65536_are_the_plain_product():
     cos, _ = rotary_tables(positions, 16, 10_000.0)
     frequency = (10_000.0 ** (-np.arange(8) / 8)).astype(np.float32)
     np.testing.assert_array_equal(cos, jnp.cos(positions[:, None].astype(jnp.float32) * frequency))
+
+
+def test_scaled_frequencies_are_those_of_llama_3_1():
+    """The piecewise formula in float64, and four frequencies worked out by hand for a context of 64 tokens."""
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    plain = rotary_frequencies(128, 500_000.0, RopeScaling())
+    np.testing.assert_array_equal(plain, 500_000.0 ** (-np.arange(64) / 64))
+
+    def scale(frequency: float) -> float:
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4:
+            return frequency
+        if wavelength > 8192:
+            return frequency / 8
+        smooth = (8192 / wavelength - 1) / (4 - 1)
+        return (1 - smooth) * frequency / 8 + smooth * frequency
+
+    want, got = np.array([scale(f) for f in plain]), rotary_frequencies(128, 500_000.0, scaling)
+    np.testing.assert_allclose(got, want, rtol=1e-14)
+    kinds = (got == plain).sum(), (got == plain / 8).sum()
+    assert kinds == (29, 29)  # 6 between them
+    # theta 4 and head 8: f = 1, 1/2, 1/4, 1/8 turn 10.19, 5.09, 2.546, 1.273 times in 64 tokens.
+    short = dataclasses.replace(scaling, original_max_position=64)
+    np.testing.assert_allclose(rotary_frequencies(8, 4.0**2, short), [1, 0.5, 0.1440141, 0.0255869], rtol=1e-5)
+
+
+def test_scaled_frequencies_reach_the_model(tokens):
+    """Six times the context with all frequencies divided by six: the angles are those of the short context."""
+    scaling = RopeScaling(factor=6.0, low_freq_factor=1e5, high_freq_factor=2e5, original_max_position=16)
+    positions = jnp.arange(T) * 6
+    want = run(make_model(), tokens)
+    np.testing.assert_allclose(run(make_model(rope_scaling=scaling), tokens, positions=positions), want, atol=2e-6)
+    assert np.abs(run(make_model(), tokens, positions=positions) - want).max() > 0.1
+
+
+def test_scaling_out_of_range_is_refused():
+    scaling = RopeScaling(factor=0.5, low_freq_factor=4.0, high_freq_factor=1.0, original_max_position=0)
+    assert [p.split(" ")[0] for p in dataclasses.replace(CONFIG, rope_scaling=scaling).problems()] == [
+        "model.rope_scaling.factor=0.5",
+        "model.rope_scaling.low_freq_factor=4.0",
+        "model.rope_scaling.original_max_position=0",
+    ]
 
 
 # --- shards --------------------------------------------------------------------------------------------------------

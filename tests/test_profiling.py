@@ -7,12 +7,14 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from disks import full_disk
 from tiny_run import config
 
 from train import cli
 from train.checks import validate
 from train.config import WatchConfig
 from train.profiling import Profiler, parse_steps, problems
+from train.unwritten import Unwritten
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,11 @@ def test_a_run_that_ends_early_still_writes_its_trace(tmp_path):
         profiler.before(1)
         profiler.after(1)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_trace_on_a_full_disk_is_counted_and_ends_nothing(tmp_path):
+    unwritten = Unwritten()
+    with full_disk(10), Profiler(tmp_path, "1:1", unwritten=unwritten) as profiler:
+        profiler.before(1)
+        profiler.after(1)
+    assert unwritten.counts == {"profile": 1}

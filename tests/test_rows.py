@@ -278,6 +278,20 @@ def test_held_out_batches_score_every_target_once_and_never_change(batch_size):
     assert num_targets == sum(len(document) - 1 for document in documents)
 
 
+def test_hosts_together_read_the_held_out_batches():
+    documents = make_documents()
+    whole = list(held_out_batches(documents, seq_len=SEQ_LEN, batch_size=4))
+    parts = [
+        list(held_out_batches(documents, seq_len=SEQ_LEN, batch_size=4, data_indices=own, num_data=4))
+        for own in [(0, 2), (1,), (3,)]
+    ]
+    for batch, *own in zip(whole, *parts, strict=True):
+        rows = [np.concatenate([part[name] for part in own]) for name in sorted(batch)]
+        assert [len(array) for array in rows] == [4] * 4
+        for name, array in zip(sorted(batch), rows, strict=True):
+            np.testing.assert_array_equal(array, batch[name][[0, 2, 1, 3]])
+
+
 def test_last_held_out_batch_is_filled_with_rows_of_padding():
     (batch,) = held_out_batches(make_documents([SEQ_LEN] * 3), seq_len=SEQ_LEN, batch_size=5)
     assert (batch["segment_ids"] != 0).any(axis=1).sum() == 3

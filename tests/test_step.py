@@ -17,6 +17,7 @@ from jax import P
 from models import ModelConfig
 from ring_jax import from_layout, make_mesh
 from train.config import MESH_AXES, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.flops import pipeline_bubble
 from train.state import abstract_state, init_state, state_shardings
 from train.step import make_eval_step, make_train_step, place_batch
 
@@ -50,14 +51,14 @@ def make_config(sizes: tuple[int, ...], num_microbatches: int = 1, **changes: An
     return dataclasses.replace(config, **changes)
 
 
-def packed_batch(seed: int, length: int = T) -> dict[str, np.ndarray]:
+def packed_batch(seed: int, length: int = T, *, rows: int = B, shorter: int = 9) -> dict[str, np.ndarray]:
     """Documents of odd lengths, and more padding, hence fewer targets, in every next row."""
     rng = np.random.default_rng(seed)
-    batch = {name: np.zeros((B, length), np.int32) for name in ("positions", "segment_ids")}
-    batch["tokens"] = rng.integers(0, V, (B, length)).astype(np.int32)
-    batch["targets"] = np.full((B, length), -1, np.int32)
-    for row in range(B):
-        start, document, end = 0, 1, length - 3 - 9 * row
+    batch = {name: np.zeros((rows, length), np.int32) for name in ("positions", "segment_ids")}
+    batch["tokens"] = rng.integers(0, V, (rows, length)).astype(np.int32)
+    batch["targets"] = np.full((rows, length), -1, np.int32)
+    for row in range(rows):
+        start, document, end = 0, 1, length - 3 - shorter * row
         while start < end:
             stop = min(end, start + int(rng.integers(1, 40)))
             batch["positions"][row, start:stop] = np.arange(stop - start)
@@ -100,8 +101,9 @@ def run(
 def assert_equal_runs(got: tuple[list, Any], want: tuple[list, Any]) -> None:
     for measured, expected in zip(got[0], want[0], strict=True):
         names = {"loss", "grad_norm", "param_norm", "lr", "num_targets", "skipped"}
-        assert measured.keys() == expected.keys() == names
-        for name, value in expected.items():
+        assert measured.keys() == expected.keys() == names | {"bubble"}
+        for name in names:
+            value = expected[name]
             assert measured[name] == pytest.approx(value, rel=1e-5), name
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), got[1], want[1])
 
@@ -134,6 +136,8 @@ def test_the_reference_run_learns_and_is_clipped():
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_five_steps_are_equal_on_every_mesh(sizes):
     assert_equal_runs(run(sizes, MESHES[sizes]), run(ONE))
+    for row in run(sizes, MESHES[sizes])[0]:
+        assert row["bubble"] == pytest.approx(pipeline_bubble(sizes[2], MESHES[sizes]), abs=1e-7)
 
 
 def test_five_steps_of_adam_with_tied_embeddings():
@@ -173,6 +177,8 @@ def test_bfloat16_runs_on_a_mesh_and_stays_near_float32():
         place_state(config, mesh), place_batch(packed_batch(0), config, mesh)
     )
     for name, value in run(ONE)[0][0].items():
+        if name == "bubble":
+            continue
         assert float(metrics[name]) == pytest.approx(value, rel=2e-2), name
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 

@@ -95,6 +95,17 @@ def test_traffic_of_weights_and_gradients_is_that_of_the_formula(sizes):
     assert sent("reduce-scatter") == part * (layers + tables)
 
 
+def test_activations_cross_the_pipeline_once_a_tensor_shard():
+    """All-reduces over the stages: the rows of the embedding and what the last stage has, each way, and of each only
+    the tokens of one tensor shard."""
+    compiled, mesh = compile_step((1, 2, 2, 2), 64, num_microbatches=2)
+    found = [x for x in inspect(compiled, mesh).collectives if x.axes == ("pipeline",) and x.kind == "all-reduce"]
+    tokens = 2 * 64 // 2 // 2 * WIDE.embed_dim * 4  # bytes; sent by two stages: 2 (p - 1) / p times
+    large = [x.bytes * x.runs for x in found if x.bytes >= tokens / 2]
+    assert len(large) == 4
+    assert 4 * tokens <= sum(large) <= 4.1 * tokens, large
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 1, 4), (1, 2, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1)], ids=str)
 def test_nothing_is_sent_over_an_axis_of_size_one(sizes):
     compiled, mesh = compile_step(sizes, 64, 4)

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import pathlib
 import signal
 from types import SimpleNamespace
 from unittest import mock
@@ -22,9 +23,9 @@ from rich.console import Console
 from tiny_run import config, write_text
 
 from ring_jax import make_mesh
-from train import flops, loop, report, watch
+from train import evaluation, finish, flops, loop, report, run_steps, watch
 from train.alarms import SpikeAlarm, read_alarms
-from train.checkpoint import read_newest_meta
+from train.checkpoint import CheckpointError, read_newest_meta
 from train.config import CheckpointConfig, DataConfig, MeshConfig, WatchConfig
 from train.data import batches, load_corpus
 from train.memory import used_bytes
@@ -72,7 +73,7 @@ def fake_step(outcome):
     def step(state, batch):
         loss, skipped = outcome(float(np.float32(loss_of(batch["tokens"]))))
         measured = {"loss": loss, "grad_norm": 1.0, "param_norm": optax.tree.norm(state.params), "lr": 0.1}
-        measured |= {} if skipped is None else {"skipped": skipped}
+        measured["skipped"] = skipped
         return count(state), {name: jnp.float32(value) for name, value in measured.items()}
 
     return lambda *_: step
@@ -91,7 +92,7 @@ def fake_eval(config, _mesh):
     return step
 
 
-def run(run_config, outcome=lambda loss: (loss, None), *, stop_after=None, draw=False):
+def run(run_config, outcome=lambda loss: (loss, 0.0), *, stop_after=None, draw=False):
     """(exit code, output); draws the pictures at the end only when asked, which takes a second."""
     output, plain = io.StringIO(), report.StepReporter.step
 
@@ -101,13 +102,13 @@ def run(run_config, outcome=lambda loss: (loss, None), *, stop_after=None, draw=
             os.kill(os.getpid(), signal.SIGINT)
 
     with (
-        mock.patch.object(loop, "make_train_step", fake_step(outcome)),
-        mock.patch.object(loop, "make_eval_step", fake_eval),
-        mock.patch.object(loop, "continue_text", lambda *_, **__: np.zeros(4, np.int32)),
+        mock.patch.object(run_steps, "make_train_step", fake_step(outcome)),
+        mock.patch.object(evaluation, "make_eval_step", fake_eval),
+        mock.patch.object(finish, "continue_text", lambda *_, **__: np.zeros(4, np.int32)),
         mock.patch.object(watch, "SpikeAlarm", functools.partial(SpikeAlarm, min_history=4)),
         mock.patch.object(report.StepReporter, "step", report_step),
-        mock.patch.object(loop.page, "save_report", loop.page.save_report if draw else mock.Mock()),
-        mock.patch.object(loop, "save_loss_plot", mock.Mock()),
+        mock.patch.object(finish.page, "save_report", finish.page.save_report if draw else mock.Mock()),
+        mock.patch.object(finish, "save_loss_plot", mock.Mock()),
     ):
         console = Console(file=output, markup=False, emoji=False, highlight=False, soft_wrap=True)
         code = loop.train(loop.prepare(run_config, resume_command="again"), console)
@@ -129,7 +130,7 @@ def summary(run_dir):
 def spike_at(run_config, number):
     """The outcome of a run in which batch `number` (from 1) has ten times its loss."""
     bad = run_losses(run_config, number)[-1]
-    return lambda loss: (10 * loss if loss == bad else loss, None)
+    return lambda loss: (10 * loss if loss == bad else loss, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def test_a_spike_without_rollback_is_an_alarm_only(text, tmp_path):
 
 def test_a_return_passes_over_the_bad_batches_and_no_other(returned):
     run_config, output = returned
-    run_dir = tmp = loop.pathlib.Path(run_config.run_dir)
+    run_dir = tmp = pathlib.Path(run_config.run_dir)
     of_batch = run_losses(run_config, NUM_STEPS + 2)
     assert losses(run_dir) == [*of_batch[:5], *of_batch[7:]], "6 and 7 are passed over; 5 came again and is the same"
     assert [row["step"] for row in read_rows(run_dir)] == list(range(1, NUM_STEPS + 1))
@@ -173,32 +174,33 @@ def test_a_return_passes_over_the_bad_batches_and_no_other(returned):
 
 
 def test_the_curve_by_position_reaches_the_metrics(returned):
-    rows = read_rows(loop.pathlib.Path(returned[0].run_dir))
+    rows = read_rows(pathlib.Path(returned[0].run_dir))
     curves = [(row["step"], row["held_out_loss_by_position"]) for row in rows if "held_out_loss_by_position" in row]
     assert [step for step, _ in curves] == [4, 8, 12]
     assert set(curves[-1][1].values()) == {3.0}
     assert list(curves[-1][1])[:4] == ["0", "1", "2", "4"]
 
 
-@pytest.mark.parametrize("stop", [5, 9])
+@pytest.mark.parametrize("stop", [5, 6, 9])
 def test_a_run_that_went_back_can_be_resumed_to_the_same_losses(returned, tmp_path, stop):
-    """5: stopped before the spike was met; 9: after the return."""
+    """5: stopped before the spike was met; 6: just before, when the batch to blame is one of the time before; 9: after
+    the return."""
     run_config = dataclasses.replace(returned[0], run_dir=str(tmp_path / "run"))
     outcome = spike_at(run_config, 7)
     assert run(run_config, outcome, stop_after=stop)[0] == 130
     assert run(dataclasses.replace(run_config, resume=True), outcome)[0] == 0
-    assert losses(tmp_path / "run") == losses(loop.pathlib.Path(returned[0].run_dir))
+    assert losses(tmp_path / "run") == losses(pathlib.Path(returned[0].run_dir))
 
 
-def nan_at(run_config, numbers, *, skipped):
+def nan_at(run_config, numbers):
     of_batch = run_losses(run_config, max(numbers))
     bad = {of_batch[number - 1] for number in numbers}
-    return lambda loss: (float("nan"), skipped) if loss in bad else (loss, skipped and 0.0)
+    return lambda loss: (float("nan"), 1.0) if loss in bad else (loss, 0.0)
 
 
 def test_skipped_steps_are_counted_and_the_run_goes_on(text, tmp_path):
     run_config = tiny(text, tmp_path / "run")
-    code, output = run(run_config, nan_at(run_config, [5, 6, 9], skipped=1.0))
+    code, output = run(run_config, nan_at(run_config, [5, 6, 9]))
     assert code == 0
     rows = read_rows(tmp_path / "run")
     assert [row["step"] for row in rows if row["skipped"]] == [5, 6, 9]
@@ -212,7 +214,7 @@ def test_skipped_steps_are_counted_and_the_run_goes_on(text, tmp_path):
 def test_too_many_in_a_row_end_the_run_with_the_batch_saved(text, tmp_path):
     run_config = tiny(text, tmp_path / "run")
     with pytest.raises(FloatingPointError, match=r"3 steps in a row were skipped .*max_skipped_in_a_row=3.*--rollback"):
-        run(run_config, nan_at(run_config, [5, 6, 7], skipped=1.0))
+        run(run_config, nan_at(run_config, [5, 6, 7]))
     run_dir = tmp_path / "run"
     assert kinds(run_dir) == [("not_finite", 7)]
     assert [row["step"] for row in read_rows(run_dir)] == list(range(1, 8))
@@ -223,36 +225,30 @@ def test_too_many_in_a_row_end_the_run_with_the_batch_saved(text, tmp_path):
     assert json.loads((run_dir / "heartbeat.json").read_text())["phase"] == "failed: FloatingPointError"
 
 
-def test_too_many_in_a_row_return_when_asked(text, tmp_path):
+@pytest.mark.parametrize("stop", [None, 6])
+def test_too_many_in_a_row_return_when_asked(text, tmp_path, stop):
+    """Also when the run was stopped and resumed in the middle of them."""
     run_config = tiny(text, tmp_path / "run", watch=dataclasses.replace(WATCH, rollback=True))
-    code, _ = run(run_config, nan_at(run_config, [5, 6, 7], skipped=1.0))
-    assert code == 0
+    outcome = nan_at(run_config, [5, 6, 7])
+    if stop:
+        assert run(run_config, outcome, stop_after=stop)[0] == 130
+        run_config = dataclasses.replace(run_config, resume=True)
+    assert run(run_config, outcome)[0] == 0
     of_batch = run_losses(run_config, NUM_STEPS + 4)
     assert losses(tmp_path / "run") == [*of_batch[:3], *of_batch[7:]]
     assert kinds(tmp_path / "run") == [("not_finite", 7), ("rollback", 7)]
 
 
-def test_a_loss_not_finite_that_was_not_skipped_ends_the_run_or_returns_at_once(text, tmp_path):
-    run_config = tiny(text, tmp_path / "stops")
-    outcome = nan_at(run_config, [6], skipped=None)
-    with pytest.raises(FloatingPointError, match=r"loss=nan at step 6 must be finite"):
-        run(run_config, outcome)
-    run_config = tiny(text, tmp_path / "returns", watch=dataclasses.replace(WATCH, rollback=True))
-    assert run(run_config, outcome)[0] == 0
-    of_batch = run_losses(run_config, NUM_STEPS + 2)
-    assert losses(tmp_path / "returns") == [*of_batch[:4], *of_batch[6:]]
-
-
 def test_a_return_needs_a_checkpoint_from_before_and_has_a_limit(text, tmp_path):
-    watch_config = dataclasses.replace(WATCH, rollback=True, max_rollbacks=1)
+    watch_config = WatchConfig(max_skipped_in_a_row=1, rollback=True, max_rollbacks=1)
     run_config = tiny(text, tmp_path / "early", watch=watch_config)
-    with pytest.raises(FloatingPointError, match="at step 3 must be finite"):
-        run(run_config, nan_at(run_config, [3], skipped=None))  # the checkpoint of step 2 is not known to be good
+    with pytest.raises(FloatingPointError, match="1 steps in a row were skipped"):
+        run(run_config, nan_at(run_config, [3]))  # the checkpoint of step 2 is not known to be good
     assert kinds(tmp_path / "early") == [("not_finite", 3)]
 
     run_config = tiny(text, tmp_path / "twice", watch=watch_config)
-    with pytest.raises(FloatingPointError, match="must be finite"):
-        run(run_config, nan_at(run_config, [6, 10], skipped=None))
+    with pytest.raises(FloatingPointError, match="1 steps in a row were skipped"):
+        run(run_config, nan_at(run_config, [6, 10]))
     assert [kind for kind, _ in kinds(tmp_path / "twice")] == ["not_finite", "rollback", "not_finite"]
 
 
@@ -341,6 +337,9 @@ def test_the_list_of_batches_outlives_the_process_and_the_iterator(text, tmp_pat
         np.testing.assert_array_equal(batch["tokens"], drawn[expected])
         assert key == batch_key(states[expected])
     assert batch_key(b"state") != batch_key(b"another")
+    (tmp_path / "skipped.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"skipped\.json is damaged .*put back a copy of it, or delete it"):
+        SkipList(tmp_path / "skipped.json")
 
 
 def test_which_checkpoint_is_good(tmp_path):

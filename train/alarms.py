@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from train.metrics import Appender, read_lines
+from train.unwritten import Unwritten
+
 ALARMS_FILE = "alarms.jsonl"
 KINDS = ("loss_spike", "not_finite", "stall", "rollback")
 _WINDOW = 64
@@ -62,9 +65,17 @@ class SpikeAlarm:
 class AlarmLog:
     """Writes alarms to `alarms.jsonl`, says them, and counts those of the whole run, also of processes before."""
 
-    def __init__(self, run_dir: pathlib.Path, *, say: Callable[[str], object], writes: bool = True):
+    def __init__(
+        self,
+        run_dir: pathlib.Path,
+        *,
+        say: Callable[[str], object],
+        writes: bool = True,
+        unwritten: Unwritten | None = None,
+    ):
         """Say each alarm with `say`; write it unless another process does (`writes`)."""
-        self._path, self._say, self._writes = run_dir / ALARMS_FILE, say, writes
+        self._file, self._say, self._writes = Appender(run_dir / ALARMS_FILE), say, writes
+        self._unwritten = unwritten or Unwritten(say)
         self._lock = threading.Lock()  # the stall alarm comes from the heartbeat's thread
         self.alarms = read_alarms(run_dir)
 
@@ -77,11 +88,9 @@ class AlarmLog:
             if not self._writes:
                 return
             self._say(f"alarm at step {step}: {text}")
-            try:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(alarm) + "\n")
-            except OSError as error:
-                self._say(f"{self._path} cannot be written ({error}); the run goes on")
+            with self._unwritten.attempt(ALARMS_FILE):
+                self._file.append((json.dumps(alarm) + "\n").encode(), line=True)
+                self._file.close()  # alarms are rare
 
     def counts(self) -> dict[str, int]:
         """Number of alarms of each kind."""
@@ -96,10 +105,4 @@ def count_kinds(alarms: Iterable[dict[str, Any]]) -> dict[str, int]:
 
 def read_alarms(run_dir: pathlib.Path) -> list[dict[str, Any]]:
     """All alarms of a run that were written completely."""
-    path, alarms = run_dir / ALARMS_FILE, []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            alarms.append(json.loads(line))
-        except json.JSONDecodeError:  # the process was killed while it wrote this line
-            continue
-    return alarms
+    return read_lines(run_dir / ALARMS_FILE)

@@ -9,15 +9,16 @@ bits, and nothing of a checkpoint is unpickled or executed: arrays and JSON.
 A save copies the arrays to the host and returns; a thread writes them while the run goes on. So a failure (a full disk,
 a store that is gone) shows at the next save or at the end. It costs that checkpoint, not the run: it is counted and
 reported, older checkpoints stay until a newer one is complete, and the next save tries again. In a job of many
-processes that holds only if all of them fail alike; else orbax's barriers are out of step, and the job ends within the
-time limit of a write, to be started again with --resume.
+processes a save fails for all when it fails for one (`train.save_barrier`), and the job goes on like that, too.
 
     <run directory>/checkpoints/120/state    arrays by tree path: params/..., opt_state/..., step
                                     meta     JSON: step, data_state, config, text_fingerprint, jax_version
                                     metrics  JSON: held_out_loss, where the run was evaluated at this step
 """
 
+import contextlib
 import dataclasses
+import json
 import pathlib
 import shutil
 from collections.abc import Callable, Collection, Iterable
@@ -30,12 +31,14 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from train import distributed
 from train.config import TrainConfig, differing_fields, to_json
+from train.save_barrier import PeerFailed
 from train.state import TrainState
 
 CHECKPOINT_FOLDER = "checkpoints"
 SET_ASIDE_FOLDER = "checkpoints_incomplete"
 _METRIC = "held_out_loss"
 _WRITE_TIMEOUT = 900
+_HALF_LINE = 200
 
 # What cannot change between save and resume: what was learned, and which text comes next. The rest can (the mesh, the
 # layout, microbatches, rematerialization, the learning rate, the number of steps): it alters how the next steps go.
@@ -82,23 +85,39 @@ class CheckpointStore:
         self.num_failures, self.failure = 0, None
         self._set_aside = run_dir.absolute() / SET_ASIDE_FOLDER
         self._writing: int | None = None
+        self._barrier = distributed.save_barrier()
+        self._keep, self._keep_best, self._timeout = keep, keep_best, timeout
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
         best = policies.BestN(
-            get_metric_fn=lambda found: -found[_METRIC], n=keep_best, keep_checkpoints_without_metrics=False
+            get_metric_fn=lambda found: -found[_METRIC], n=self._keep_best, keep_checkpoints_without_metrics=False
         )
-        self._manager = ocp.CheckpointManager(
+        return ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+                preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(self._keep), best]),
                 create=True,
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=timeout,
+                    timeout_secs=self._timeout,
+                    barrier_sync_fn=self._barrier,
                     # Alone, a folder that cannot be made is an error at once. Among many processes only process 0 would
                     # see it, and leave the others at the next barrier; made in the background, all of them time out.
                     create_directories_asynchronously=distributed.num_processes() > 1,
                 ),
             ),
         )
+
+    def _reopen(self) -> None:
+        """After a failed save: the manager would report other errors of it at the next one, which would fail, too."""
+        if distributed.any_process(not self.folder.is_dir()):
+            return  # nothing can be opened; saves go on failing until the store is back
+        with contextlib.suppress(Exception):
+            self._manager.close()
+        self._clear_up()
+        with contextlib.suppress(OSError):  # the closed one fails in its place, and after it comes another attempt
+            self._manager = self._open()
 
     def save(self, state: TrainState, meta: Meta, *, held_out_loss: float | None = None) -> str | None:
         """Begin to write one checkpoint; when it is complete, those that are neither new nor best are removed.
@@ -115,7 +134,11 @@ class CheckpointStore:
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_by_name(state)), meta=ocp.args.JsonSave(values))
         metrics = None if held_out_loss is None else {_METRIC: held_out_loss}
         self._writing = meta.step
-        begun = self._try(lambda: self._manager.save(meta.step, args=arguments, metrics=metrics, force=True))
+        begun = self._probe()
+        if begun is None:
+            if self._barrier:
+                self._barrier.begin()
+            begun = self._try(lambda: self._manager.save(meta.step, args=arguments, metrics=metrics, force=True))
         return "; ".join(filter(None, (problem, begun))) or None
 
     def settle(self) -> str | None:
@@ -172,21 +195,30 @@ class CheckpointStore:
         try:
             work()
         except Exception as error:  # whatever a store makes of a failed write
-            if distributed.num_processes() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
-                # A peer is gone, or only one failed to write: then orbax's barriers are out of step for good.
-                raise jax.errors.JaxRuntimeError(
-                    f"the checkpoint of step {self._writing} could not be written by all processes together (the one "
-                    f"whose store failed says why above): {_first_line(error)}"
-                ) from error
-            problem = _first_line(error)
-        if not distributed.any_process(bool(problem)):
+            problem = _first_line(_cause(error))
+        reasons = distributed.gather(problem) if distributed.any_process(bool(problem)) else []
+        if not reasons:
             return None
         self.num_failures += 1
-        self.failure = f"checkpoint of step {self._writing} not written: {problem or 'another process could not'}"
+        self.failure = f"checkpoint of step {self._writing} not written: {_most_telling(reasons)}"
         self._writing = None
-        self._clear_up()
-        self._manager.reload()
+        self._reopen()
         return self.failure
+
+    def _probe(self) -> str | None:
+        """Among many processes: why one of them cannot write a small file into the store, before they begin to wait for
+        each other."""
+        if not self._barrier:
+            return None
+        path = self.folder / f".probe_{jax.process_index()}"
+
+        def write() -> None:
+            try:
+                path.write_bytes(bytes(4096))
+            finally:
+                path.unlink(missing_ok=True)
+
+        return self._try(write)
 
     def _clear_up(self) -> None:
         """Remove what failed saves left; a thread of orbax may still add to it, so it is done again after a success."""
@@ -224,7 +256,7 @@ def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> 
     Raises:
       CheckpointError: names every field that must not change, its value in the checkpoint and its value in this run.
     """
-    differences = differing_fields(meta.config, to_json(config))
+    differences = differing_fields(_with_defaults(meta.config, config), to_json(config))
     refused = [line for line in differences if line.startswith(_FIXED) and not line.startswith(_FREE)]
     if refused:
         raise CheckpointError(
@@ -241,6 +273,19 @@ def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> 
     return [line for line in differences if not line.startswith(("resume:", "run_dir:", "platform:", "distributed."))]
 
 
+def _with_defaults(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """A saved configuration with the fields that its version did not have: their defaults are what it did."""
+    plain = {field.name: field.default for field in dataclasses.fields(config.model)}
+    known = to_json(TrainConfig(model=config.model))
+    known["model"] = {name: value for name, value in plain.items() if value is not dataclasses.MISSING}
+
+    def fill(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        both = {name: fill(old[name], new[name]) for name in new if isinstance(old.get(name), dict)}
+        return {**new, **old, **both}
+
+    return fill(saved, json.loads(json.dumps(known)))
+
+
 def _by_name(state: TrainState) -> dict[str, Any]:
     """Leaves by tree path: plain names outlive the classes that hold the arrays."""
     leaves = jax.tree.leaves_with_path(state)
@@ -251,9 +296,27 @@ def _damaged(step: int, error: Exception) -> str:
     return f"{step}: incomplete or damaged, {_first_line(error)}"
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().split("\n")
-    return f"{type(error).__name__}: {lines[0][:400]}"
+def _cause(error: BaseException) -> BaseException:
+    """What failed in this process, where there is such a thing, in the place of "another one failed"."""
+    found: BaseException | None = error
+    while isinstance(found, PeerFailed):
+        found = found.__context__
+    return found or error
+
+
+def _most_telling(reasons: list[str]) -> str:
+    """The reason of the first process that has one of its own."""
+    given = [(process, reason) for process, reason in enumerate(reasons) if reason]
+    own = [(process, reason) for process, reason in given if not reason.startswith(PeerFailed.__name__)]
+    process, reason = (own or given)[0]
+    return f"process {process}: {reason}" if len(reasons) > 1 else reason
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0].split(" [tensorstore_spec=")[0]
+    if len(text) > 2 * _HALF_LINE:  # the path comes first, the reason last
+        text = f"{text[:_HALF_LINE]} ... {text[-_HALF_LINE:]}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:

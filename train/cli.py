@@ -20,11 +20,12 @@ from train import distributed, platform
 from train.checks import validate
 from train.config import DataConfig, TrainConfig, nearest
 from train.errors import SaveError
+from train.unwritten import standard_output
 
 COMMANDS = (
     "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
 )  # fmt: skip
-BUILT = ("run", "prepare", "tokenizer")
+BUILT = ("run", "prepare", "tokenizer", "plan", "rehearse")
 _PROGRAM = "python -m train"
 _USAGE = f"usage: {_PROGRAM} run CONFIG [--a.b value]; for example: {_PROGRAM} run configs/quickstart.py --num-steps 20"
 _HELP = f"""{_USAGE}
@@ -32,6 +33,8 @@ _HELP = f"""{_USAGE}
   run CONFIG                                        train
   prepare CONFIG                                    read and tokenise the data of a run, before it
   tokenizer [CONFIG] --vocab-size N --out FILE      make a tokenizer.json from the training documents
+  plan CONFIG --topology v5p:4x4x8                  the fastest mesh and strategy for a machine, by closed forms
+  rehearse CONFIG --topology v5p:4x4x8              compile the train step for a machine that is not here
 
 {_PROGRAM} COMMAND CONFIG --help lists every field of the configuration."""
 
@@ -44,9 +47,10 @@ def main(argv: Sequence[str]) -> int:
     """Run one command.
 
     Returns:
-      The exit code. 0: done. 1: the loss is no longer finite, or the last checkpoint could not be written. 2: something
-      that was typed is wrong. 75: another process of the job was lost. 130, 143: ended early by SIGINT or SIGTERM, with
-      a checkpoint.
+      The exit code. 0: done. 1: too many steps in a row were skipped because the loss was not finite, or the last
+      checkpoint or the summary could not be written. 2: something that was typed is wrong. 3: of a plan, nothing fits;
+      of a rehearsal, the step does not fit. 4: of a rehearsal, a hop of the ring is exposed. 75: another process of the
+      job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
@@ -55,6 +59,10 @@ def main(argv: Sequence[str]) -> int:
         if argv and argv[0] == "tokenizer":
             return _make_tokenizer(argv[1:])
         path, overrides = _split(argv)
+        if argv[0] == "plan":
+            return _plan(path, overrides)
+        if argv[0] == "rehearse":
+            return _rehearse(path, overrides)
         config = _read_config(path, overrides, command=argv[0])
         if argv[0] == "prepare":
             return _prepare(config)
@@ -137,6 +145,40 @@ def _prepare(config: TrainConfig) -> int:
     return 0
 
 
+def _plan(path: str, overrides: list[str]) -> int:
+    """Search for the fastest way to train on a machine, without any device."""
+    from train import planning
+
+    arguments = tyro.cli(
+        planning.Arguments,
+        default=planning.Arguments(config=_read_file(path), topology=tyro.MISSING),
+        args=overrides,
+        prog=f"{_PROGRAM} plan {path}",
+    )
+    try:
+        return planning.command(arguments, _say)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _rehearse(path: str, overrides: list[str]) -> int:
+    """Compile the train step for a machine that is not here."""
+    default = _read_file(path)
+    from ring_jax.pods import MissingCompilerError
+    from train import rehearse
+
+    arguments = tyro.cli(
+        rehearse.Arguments,
+        default=rehearse.Arguments(config=default, topology=tyro.MISSING),
+        args=overrides,
+        prog=f"{_PROGRAM} rehearse {path}",
+    )
+    try:
+        return rehearse.command(arguments, _say)
+    except (ValueError, MissingCompilerError) as error:
+        raise UsageError(str(error)) from None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TokenizerArguments:
     """Make a byte-level BPE tokenizer.json from the training documents."""
@@ -202,7 +244,8 @@ def _run_process(config: TrainConfig, *, resume_command: str) -> int:
         raise UsageError(str(error)) from None
     try:
         quiet = not distributed.is_main()
-        return loop.train(run, Console(markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet))
+        plain = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
+        return loop.train(run, Console(file=standard_output(), quiet=quiet, **plain))
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from None
 

@@ -106,8 +106,9 @@ def _losses_backward(spec: LossSpec, residuals, cotangents):
         dl = dl * dloss[:, None] + (p - hits) * dnll[:, None]
         dl = dl if spec.soft_cap is None else dl * (1 - jnp.square(logits / spec.soft_cap))
         dl = jnp.where((targets >= 0)[:, None], dl, 0)
-        dx = jnp.einsum("nV,DV->nD", dl, weight.astype(dl.dtype)).astype(x.dtype)
-        return dweight + jnp.einsum("nD,nV->DV", x.astype(dl.dtype), dl), dx
+        dl = dl.astype(x.dtype)  # operands of the compute type; the sums are float32
+        dx = jnp.einsum("nV,DV->nD", dl, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+        return dweight + jnp.einsum("nD,nV->DV", x, dl, preferred_element_type=jnp.float32), dx
 
     start = manual.full_like(weight.shape, 0, jnp.float32, weight)
     dweight, dx = lax.scan(chunk, start, _chunks(spec, x, targets, lse, dloss, dnll))

@@ -10,7 +10,10 @@ Process 0 alone writes logs, metrics and summaries. In a job of one process all 
 import contextlib
 import dataclasses
 import json
+import pathlib
 import socket
+import time
+import uuid
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -20,6 +23,7 @@ from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
 from train.config import DistributedConfig
+from train.save_barrier import SaveBarrier
 from train.watchdog import LOST, Watchdog
 
 
@@ -49,6 +53,7 @@ class Job:
 
 
 _job = Job()
+_SHOWS_WITHIN_S = 20.0
 
 # Who tells how many processes there are and which this one is; JAX finds the address of the first one by itself.
 _LAUNCHERS = {
@@ -149,6 +154,21 @@ def any_process(flag: bool) -> bool:
     return largest(int(flag)) == 1
 
 
+def gather(text: str) -> list[str]:
+    """The text of every process, in order, through the coordination service; all processes have to call it."""
+    if _job.num_processes == 1:
+        return [text]
+    _job.num_compared += 1
+    place, limit = f"ring_jax/gather/{_job.num_compared}", _job.start_timeout * 1000
+    _job.client.key_value_set(f"{place}/{_job.process}", text)
+    return [_job.client.blocking_key_value_get(f"{place}/{process}", limit) for process in range(_job.num_processes)]
+
+
+def save_barrier() -> SaveBarrier | None:
+    """Where the processes meet while they write a checkpoint; None for a job of one process."""
+    return SaveBarrier(_job.client, process=_job.process) if _job.num_processes > 1 else None
+
+
 def check_same(name: str, values: Mapping[str, Any]) -> None:
     """Wait until all processes have come here, and compare what they bring; no device is used.
 
@@ -176,6 +196,39 @@ def check_same(name: str, values: Mapping[str, Any]) -> None:
             "differ:\n" + "\n".join(lines) + "\nStart every process from the same files with the same flags."
         )
     _job.client.wait_at_barrier(key, limit)
+
+
+def check_shared(folder: pathlib.Path) -> None:
+    """All processes see the same folder; what each would write into one of its own could never be put together.
+
+    Raises:
+      JoinError: names the processes that do not see a file of process 0.
+    """
+    if _job.num_processes == 1:
+        return
+    at("looking for a file of process 0 in the run directory", 0)
+    path = folder / f".seen_by_all_{gather(uuid.uuid4().hex)[0]}"
+    if is_main():
+        path.touch()
+    check_same("folders", {})  # it is there when the others have passed
+    blind = [process for process, host in enumerate(gather("" if _is_there(path) else socket.gethostname())) if host]
+    if is_main():
+        path.unlink()
+    if blind:
+        raise JoinError(
+            f"run_dir={str(folder)!r} must be one folder for all processes, but process {', '.join(map(str, blind))} "
+            "cannot see what process 0 writes there; name one on a file system that all hosts mount"
+        )
+
+
+def _is_there(path: pathlib.Path) -> bool:
+    """Whether a new file of another host shows, which may take a network file system some seconds."""
+    deadline = time.monotonic() + _SHOWS_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def check_batch(batch: Mapping[str, np.ndarray]) -> None:

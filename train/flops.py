@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from models.config import ModelConfig
-from ring_jax.planner import find_hardware
+from ring_jax.costs import pipeline_bubble as pipeline_bubble
+from ring_jax.hardware import find_hardware
 
 
 class BatchCounts(NamedTuple):
@@ -103,13 +104,3 @@ def peak_flops(devices: Sequence[jax.Device]) -> float | None:
     """FLOP/s of all devices together, bfloat16 without sparsity; None where a device's kind is not in the table."""
     known = [find_hardware(device.device_kind) for device in devices]
     return sum(hardware.flops for hardware in known if hardware) if known and all(known) else None
-
-
-def pipeline_bubble(num_stages: int, num_microbatches: int, repeats: int = 1) -> float:
-    """Share of a step in which a stage waits: (p - 1) / (v m + p - 1), v the times a microbatch passes each device.
-
-    Example:
-      >>> round(pipeline_bubble(8, 32), 4), round(pipeline_bubble(8, 32, repeats=4), 4)
-      (0.1795, 0.0519)
-    """
-    return (num_stages - 1) / (repeats * num_microbatches + num_stages - 1)

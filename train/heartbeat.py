@@ -6,7 +6,6 @@ and an old `since` that it hangs where `phase` says. Nothing that goes wrong whi
 """
 
 import collections
-import contextlib
 import pathlib
 import statistics
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from train.metrics import write_json
+from train.unwritten import Unwritten
 
 HEARTBEAT_FILE = "heartbeat.json"
 STEP_PHASE = "step"
@@ -36,6 +36,7 @@ class Heartbeat:
         on_stall: Callable[[int, str], None],
         stall_min_s: float = 60.0,
         period_s: float = 1.0,
+        unwritten: Unwritten | None = None,
     ):
         """Start with the thread's first beat.
 
@@ -46,8 +47,9 @@ class Heartbeat:
           on_stall: called with (step, message) from the heartbeat's thread, once for each stall.
           stall_min_s: ... but at least so many seconds.
           period_s: time between two beats.
+          unwritten: counts the beats that could not be written.
         """
-        self._path = path
+        self._path, self._unwritten = path, unwritten or Unwritten()
         self._step, self._phase, self._since = step, "start", time.time()
         self._stall_factor, self._stall_min_s, self._on_stall = stall_factor, stall_min_s, on_stall
         self._step_times: collections.deque[float] = collections.deque(maxlen=_NUM_STEPS_FOR_MEDIAN)
@@ -98,8 +100,8 @@ class Heartbeat:
             return
         with self._lock:
             values = {"step": self._step, "time": time.time(), "phase": self._phase, "since": self._since}
-        with contextlib.suppress(OSError):  # a full disk is no reason to end the run
-            write_json(self._path, values)
+        with self._unwritten.attempt(HEARTBEAT_FILE):
+            write_json(self._path, values, lasting=False)
 
     def _check_stall(self) -> None:
         with self._lock:

@@ -6,45 +6,37 @@ run that was killed and resumed writes the same losses, to the bit, as one that 
 """
 
 import functools
-import itertools
-import math
 import pathlib
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from ring_jax import make_mesh
-from train import checkpoint, distributed, metrics, page, report
+from train import checkpoint, distributed, metrics, report
 from train.bigram import bigram_bits_per_byte
 from train.config import TrainConfig, clamp_warmup, to_json
-from train.data import Corpus, batches, held_out_batches, load_corpus, local_data_indices
-from train.plots import save_loss_plot
-from train.positions import PositionCurve
+from train.data import batches, load_corpus, local_data_indices
+from train.evaluation import BATCHES_AHEAD, make_evaluate
+from train.finish import finish
 from train.prefetch import Prefetch
 from train.resume import (
     Progress,
     Run,
     check_run_dir,
     check_saved,
-    go_back,
-    make_meta,
     report_failure,
     restore,
 )
-from train.sample import choose_prompt, continue_text
+from train.rows import BatchIterator
+from train.run_steps import Steps
 from train.signals import StopRequest
-from train.state import TrainState, reorder_layers, schedule_order
-from train.step import abstract_state, init_state, make_eval_step, make_train_step, place_batch
+from train.state import TrainState
+from train.step import abstract_state, init_state
+from train.unwritten import Unwritten
 from train.watch import Watcher
 
-_BATCHES_AHEAD = 2
-_LARGEST_SAMPLED = 2_000_000_000
 _BASELINE_TOKENS = 2**26
 
 
@@ -54,6 +46,11 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
     Raises:
       ValueError: the run directory, the text or the checkpoint does not fit the configuration.
     """
+    if "://" in (config.run_dir or ""):
+        raise ValueError(
+            f"run_dir={config.run_dir!r} must be a folder of this machine; mount the store (gcsfuse, s3fs) and name "
+            "the folder where it is mounted"
+        )
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
     check_run_dir(run_dir, resume=config.resume)
     notes = []
@@ -79,52 +76,40 @@ def train(run: Run, console: Console) -> int:
 
     Raises:
       CheckpointError: no checkpoint could be restored.
-      SaveError: the last checkpoint could not be written; everything else was done.
+      SaveError: the last checkpoint or `summary.json` could not be written; everything else was done.
       JoinError: the processes of the job were not started alike.
-      FloatingPointError: the loss is no longer finite, or too many steps in a row were skipped.
+      FloatingPointError: too many steps in a row were skipped, because loss or gradient norm was not finite.
     """
-    config, corpus, data_config = run.config, run.corpus, run.config.data
-
-    # ------------------------------------------------------------------ what is trained on what
     distributed.check_same("configuration", _fingerprint(run))  # none writes before all found the directory as it was
-    shape = config.mesh
+    shape = run.config.mesh
     mesh = make_mesh(data=shape.data, tensor=shape.tensor, pipeline=shape.pipeline, sequence=shape.sequence)
-    abstract = abstract_state(config, mesh)
+    abstract, bigram = abstract_state(run.config, mesh), _bigram(run)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
-    bigram = bigram_bits_per_byte(
-        corpus.as_bytes(corpus.train, max_tokens=_BASELINE_TOKENS),
-        corpus.as_bytes(corpus.held_out, max_tokens=_BASELINE_TOKENS),
-        seq_len=data_config.seq_len,
-    )
-    report.introduce(console, config, corpus, num_params=num_params, bigram=bigram, notes=run.notes)
+    report.introduce(console, run.config, run.corpus, num_params=num_params, bigram=bigram, notes=run.notes)
 
-    # ------------------------------------------------------------------ state: new, or from the last checkpoint
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    store = _open_store(run)
-    data = batches(
-        corpus,
-        seq_len=data_config.seq_len,
-        batch_size=data_config.batch_size,
-        seed=config.seed,
-        data_indices=local_data_indices(mesh),
-        num_data=shape.data,
-    )
-    if config.resume:
-        progress = restore(run, store, abstract, console)
-        data.set_state(progress.data_state)
-    else:
-        progress = Progress(state=init_state(config, mesh), step=0, data_state=data.get_state())
+    distributed.check_shared(run.run_dir)
+    unwritten, store, data = Unwritten(console.print), _open_store(run), _open_data(run, mesh)
+    progress = _begin(run, mesh, store, data, abstract, console)
     if distributed.is_main():
-        metrics.write_json(run.run_dir / "config.json", to_json(config))
-
-    # ------------------------------------------------------------------ steps
+        with unwritten.attempt("config.json"):
+            metrics.write_json(run.run_dir / "config.json", to_json(run.config))
+    watch = Watcher(
+        run.config,
+        run.run_dir,
+        mesh=mesh,
+        step=progress.step,
+        data_state=progress.data_state,
+        say=console.print,
+        writes=distributed.is_main(),
+        unwritten=unwritten,
+    )
     share = distributed.largest if distributed.num_processes() > 1 else None
-    writes = distributed.is_main()
-    watch = Watcher(config, run.run_dir, mesh=mesh, step=progress.step, say=console.print, writes=writes)
-    with StopRequest(share) as stop, watch, Prefetch(data, num_batches=_BATCHES_AHEAD) as ahead:
-        evaluate = _make_evaluate(config, mesh, corpus, stop, watch.curve)
+    with StopRequest(share) as stop, watch, Prefetch(data, num_batches=BATCHES_AHEAD) as ahead:
+        evaluate = make_evaluate(run.config, mesh, run.corpus, stop, watch.curve)
+        steps = Steps(run, mesh, ahead, store, evaluate, stop, watch, console, unwritten)
         try:
-            held_out_loss = _run_steps(run, progress, mesh, ahead, store, evaluate, stop, watch, console)
+            held_out_loss = steps.run_to_the_end(progress)
         except FloatingPointError:  # raised on all processes alike
             report_failure(console, store.close())  # what was saved before is worth keeping
             raise
@@ -134,19 +119,41 @@ def train(run: Run, console: Console) -> int:
         with watch.phase("checkpoint"):
             problem = store.close()
         report_failure(console, problem)
-        if held_out_loss is None:
-            check_saved(store)
-            console.print(
-                f"stopped after step {progress.step} of {config.num_steps}, saved in {store.folder}\n"
-                f"continue with: {run.resume_command}"
-            )
-            return stop.exit_code
+        if held_out_loss is not None:
+            with watch.phase("finish"):
+                finish(run, console, progress, watch, unwritten, held_out_loss=held_out_loss, bigram=bigram)
+    _sum_up(run, console, progress, store, unwritten, is_stopped=held_out_loss is None)
+    return stop.exit_code if held_out_loss is None else 0
 
-        # -------------------------------------------------------------- what came out
-        with watch.phase("finish"):
-            _finish(run, console, progress, watch, held_out_loss=held_out_loss, bigram=bigram, num_params=num_params)
-        check_saved(store)
-    return 0
+
+def _sum_up(
+    run: Run,
+    console: Console,
+    progress: Progress,
+    store: checkpoint.CheckpointStore,
+    unwritten: Unwritten,
+    *,
+    is_stopped: bool,
+) -> None:
+    """Say where a stopped run stands and what could not be written; raises `SaveError` where that matters."""
+    if is_stopped:
+        where = "" if store.failure else f", saved in {store.folder}"
+        console.print(
+            f"stopped after step {progress.step} of {run.config.num_steps}{where}\ncontinue with: {run.resume_command}"
+        )
+    if line := unwritten.summary():
+        console.print(line)
+    check_saved(store, unwritten)
+
+
+def _bigram(run: Run) -> float:
+    """Bits per byte of the model to beat."""
+    corpus = run.corpus
+    return bigram_bits_per_byte(
+        corpus.as_bytes(corpus.train, max_tokens=_BASELINE_TOKENS),
+        corpus.as_bytes(corpus.held_out, max_tokens=_BASELINE_TOKENS),
+        seq_len=run.config.data.seq_len,
+    )
 
 
 def _open_store(run: Run) -> checkpoint.CheckpointStore:
@@ -159,88 +166,33 @@ def _open_store(run: Run) -> checkpoint.CheckpointStore:
     )
 
 
-def _run_steps(
+def _open_data(run: Run, mesh: Mesh) -> BatchIterator:
+    """The rows of this process, from the first on."""
+    data = run.config.data
+    return batches(
+        run.corpus,
+        seq_len=data.seq_len,
+        batch_size=data.batch_size,
+        seed=run.config.seed,
+        data_indices=local_data_indices(mesh),
+        num_data=run.config.mesh.data,
+    )
+
+
+def _begin(
     run: Run,
-    progress: Progress,
     mesh: Mesh,
-    data: Prefetch,
     store: checkpoint.CheckpointStore,
-    evaluate: Callable[[TrainState, int | None], float | None],
-    stop: StopRequest,
-    watch: Watcher,
+    data: BatchIterator,
+    abstract: TrainState,
     console: Console,
-) -> float | None:
-    """Advance `progress` to the last step or to a signal; returns the held-out loss of the last step, over all text."""
-    config = run.config
-    train_step = make_train_step(config, mesh)
-    first_step, held_out_loss = progress.step + 1, None
-    with (
-        _open_log(run, first_step) as log,
-        report.StepReporter(console, first_step=first_step, num_steps=config.num_steps) as reporter,
-    ):
-        batch = _next_batch(watch, data, config, mesh, progress.step)
-        while progress.step < config.num_steps and not stop.requested:
-            watch.begin(progress.step + 1)
-            started = time.perf_counter()
-            distributed.at("train step", progress.step + 1)
-            progress.state, measured = train_step(progress.state, batch)
-            progress.data_state = data.get_state()
-            batch = _next_batch(watch, data, config, mesh, progress.step + 1)  # while the devices work
-            distributed.at("waiting for the step's result", progress.step + 1)
-            measured = jax.device_get(measured)
-            step_time = time.perf_counter() - started
-            stop.settle()
-
-            progress.step += 1
-            is_last = progress.step == config.num_steps
-            row = _row(config, measured, step_time) | watch.end(progress.step, measured, step_time)
-            reporter.step(progress.step, row)
-            if (first_bad_step := watch.judge(progress.step, row, store.folder, settle=store.settle)) is not None:
-                with watch.phase("rollback"):
-                    go_back(progress, first_bad_step, mesh=mesh, run=run, data=data, store=store, log=log, watch=watch)
-                batch = _next_batch(watch, data, config, mesh, progress.step)
-                continue
-            if is_last or (config.eval_every and progress.step % config.eval_every == 0):
-                with watch.phase("evaluate"):
-                    held_out_loss = evaluate(progress.state, None if is_last else config.eval_batches)
-                if held_out_loss is not None:
-                    row |= {"held_out_loss": held_out_loss, **watch.curve.row()}
-                    reporter.held_out(progress.step, held_out_loss)
-            log.write(progress.step, row)
-            if not row["skipped"]:
-                _check_finite(row["loss"], progress.step, store.folder)
-            watch.check_skipped(store.folder)
-            if is_last or stop.requested or progress.step % config.checkpoint.every == 0:
-                distributed.at("checkpoint", progress.step)
-                loss = row.get("held_out_loss")
-                with watch.phase("checkpoint"):
-                    problem = store.save(progress.state, make_meta(run, progress), held_out_loss=loss)
-                report_failure(console, problem)
-        if progress.step < first_step:
-            report_failure(console, store.save(progress.state, make_meta(run, progress)))
-    return held_out_loss if progress.step == config.num_steps else None
-
-
-def _row(config: TrainConfig, measured: dict[str, Any], step_time: float) -> dict[str, Any]:
-    """What every row of metrics holds."""
-    return {
-        "loss": float(measured["loss"]),
-        "tokens_per_s": config.tokens_per_step / step_time,
-        "step_time_s": step_time,
-        "grad_norm": float(measured["grad_norm"]),
-        "lr": float(measured["lr"]),
-    }
-
-
-def _next_batch(watch: Watcher, data: Prefetch, config: TrainConfig, mesh: Mesh, step: int) -> Any:
-    distributed.at("next batch", step)
-    batch = watch.fetch(data)
-    distributed.check_batch(batch)
-    return place_batch(batch, config, mesh, data_indices=local_data_indices(mesh))
-
-
-def _open_log(run: Run, first_step: int) -> Any:
-    return metrics.MetricsLog(run.run_dir, first_step=first_step) if distributed.is_main() else distributed.Silent()
+) -> Progress:
+    """A new state, or that of the last checkpoint; `data` is put to its position."""
+    if not run.config.resume:
+        return Progress(state=init_state(run.config, mesh), step=0, data_state=data.get_state())
+    progress = restore(run, store, abstract, console)
+    data.set_state(progress.data_state)
+    return progress
 
 
 def _fingerprint(run: Run) -> dict[str, Any]:
@@ -254,78 +206,3 @@ def _fingerprint(run: Run) -> dict[str, Any]:
         "jax": jax.__version__,
         "run directory": str(run.run_dir.absolute()),
     }
-
-
-def _make_evaluate(
-    config: TrainConfig, mesh: Mesh, corpus: Corpus, stop: StopRequest, curve: PositionCurve | None = None
-) -> Callable[[TrainState, int | None], float | None]:
-    """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between.
-
-    An eval step may return, after its loss and count, the global sums and counts of `loss_by_position`: these go into
-    `curve`, which then holds the last evaluation.
-    """
-    eval_step = make_eval_step(config, mesh)
-    held_out = held_out_batches(corpus.held_out, seq_len=config.data.seq_len, batch_size=config.data.batch_size)
-
-    def evaluate(state: TrainState, num_batches: int | None) -> float | None:
-        total, count = 0.0, 0  # over all targets of all batches: a batch with few targets weighs little
-        if curve is not None:
-            curve.clear()
-        for batch in itertools.islice(held_out, num_batches):
-            if stop.requested:
-                return None
-            distributed.at("evaluation", int(state.step))
-            loss_sum, num_targets, *by_position = eval_step(state.params, place_batch(batch, config, mesh))
-            total, count = total + float(loss_sum), count + int(num_targets)
-            if by_position and curve is not None:
-                curve.add(*by_position)
-        return total / count
-
-    return evaluate
-
-
-def _check_finite(loss: float, step: int, checkpoints: pathlib.Path) -> None:
-    if not math.isfinite(loss):
-        raise FloatingPointError(
-            f"loss={loss} at step {step} must be finite; lower --optimizer.learning-rate or lengthen "
-            f"--optimizer.warmup-steps (the checkpoints in {checkpoints} are from before)"
-        )
-
-
-def _finish(
-    run: Run,
-    console: Console,
-    progress: Progress,
-    watch: Watcher,
-    *,
-    held_out_loss: float,
-    bigram: float,
-    num_params: int,
-) -> None:
-    """Score, picture, `summary.json`, `report.html`; at last a sample, where one device can hold the parameters."""
-    distributed.at("summary and sample", progress.step)
-    params = distributed.to_host(progress.state.params) if num_params <= _LARGEST_SAMPLED else None
-    if not distributed.is_main():
-        return
-    rows = metrics.read_rows(run.run_dir)
-    bits_per_byte = held_out_loss / math.log(2) / run.corpus.bytes_per_token
-    save_loss_plot(
-        run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram, bytes_per_token=run.corpus.bytes_per_token
-    )
-    summary = {
-        "step": progress.step,
-        "held_out_loss": held_out_loss,
-        "held_out_bits_per_byte": bits_per_byte,
-        "bigram_bits_per_byte": bigram,
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
-        "num_params": num_params,
-        **watch.summary(rows),
-    }
-    metrics.write_json(run.run_dir / "summary.json", summary)
-    page.save_report(run.run_dir, run.config, rows, summary, devices=watch.devices)
-    decode, prompt = run.corpus.tokenizer.decode, choose_prompt(run.corpus.held_out)
-    continuation = f"(no sample: {num_params:,} parameters are not gathered on one device)"
-    if params is not None:
-        params = reorder_layers(params, schedule_order(run.config), np.arange(run.config.model.num_layers))
-        continuation = decode(continue_text(params, prompt, seed=run.config.seed))
-    report.sum_up(console, summary, prompt=decode(prompt), continuation=continuation, run_dir=run.run_dir)

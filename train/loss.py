@@ -6,7 +6,9 @@ per shard, so loss and gradients are the same on every mesh, however unevenly th
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from models import Transformer
@@ -15,10 +17,13 @@ from models.sharding import RULES, psum
 from ring_jax import manual
 from train.config import TrainConfig
 from train.cross_entropy import LossSpec, cross_entropy
-from train.pipeline import run_pipeline
+from train.pipeline import Ticks, layer_order, run_pipeline
 from train.positions import loss_by_position, position_edges
 
 type Batch = dict[str, Array]
+
+DROPOUT = "dropout"
+"""Key of a batch under which the keys of its rows for dropout are."""
 
 
 class Sums(NamedTuple):
@@ -30,6 +35,8 @@ class Sums(NamedTuple):
     """Negative log-likelihood of the next tokens."""
     count: Array
     """Next-token targets, int32."""
+    ticks: Ticks
+    """What the pipeline ran."""
 
 
 def targets_name(depth: int) -> str:
@@ -37,8 +44,18 @@ def targets_name(depth: int) -> str:
     return "targets" if depth == 1 else f"targets_{depth}"
 
 
-def final_activations(model: Transformer, batch: Batch, config: TrainConfig) -> Array:
-    """Activations behind the last layer, [rows, t, D], on every pipeline stage: this tensor shard's tokens."""
+def held_layers(config: TrainConfig) -> Array:
+    """Numbers of the layers that this stage holds, in their order, int32."""
+    order = layer_order(config.model.num_layers, config.mesh.pipeline, config.repeats).astype(np.int32)
+    count = len(order) // manual.axis_size(RULES.layers)
+    return lax.dynamic_slice_in_dim(jnp.asarray(order), manual.axis_index(RULES.layers) * count, count)
+
+
+def final_activations(model: Transformer, batch: Batch, config: TrainConfig) -> tuple[Array, Ticks]:
+    """Activations behind the last layer, [rows, t, D], on every pipeline stage: this tensor shard's tokens.
+
+    Where the batch holds `DROPOUT`, the keys of its rows, some fall.
+    """
     rows, pieces = batch["tokens"].shape[0], config.num_microbatches
     if rows % pieces:
         raise ValueError(f"{rows} rows of a data shard cannot be cut into num_microbatches={pieces}; use a divisor")
@@ -46,17 +63,22 @@ def final_activations(model: Transformer, batch: Batch, config: TrainConfig) -> 
     def cut(x: Array) -> Array:
         return x.reshape(pieces, rows // pieces, *x.shape[1:])
 
-    def stage(layers: Any, x: Array, place: Batch) -> Array:
-        return model.run_layers(x, place["positions"], place["segment_ids"], layout=config.layout, layers=layers)
+    def stage(held: tuple[Any, Array], x: Array, place: Batch) -> Array:
+        layers, numbers = held
+        keywords = {"layout": config.layout, "words": place.get(DROPOUT), "layers": layers, "numbers": numbers}
+        return model.run_layers(x, place["positions"], place["segment_ids"], **keywords)
 
-    place = {name: cut(batch[name]) for name in ("positions", "segment_ids")}
-    x = run_pipeline(stage, model.layers, cut(model.embed(batch["tokens"])), place, repeats=config.repeats)
+    place = {name: batch[name] for name in ("positions", "segment_ids", DROPOUT) if name in batch}
+    x = model.embed(batch["tokens"])
+    x = model.drop_embedding(x, batch.get(DROPOUT), place["positions"], place["segment_ids"])
+    held = model.layers, held_layers(config)
+    x, ticks = run_pipeline(stage, held, cut(x), jax.tree.map(cut, place), repeats=config.repeats)
     x = x.reshape(rows, *x.shape[2:])
     stages = manual.axis_size(RULES.layers)
     if stages == 1:
-        return x
+        return x, ticks
     last = manual.axis_index(RULES.layers) == stages - 1
-    return lax.psum(jnp.where(last, x, jnp.zeros((), x.dtype)), RULES.layers)
+    return lax.psum(jnp.where(last, x, jnp.zeros((), x.dtype)), RULES.layers), ticks
 
 
 def token_losses(model: Transformer, x: Array, targets: Array, config: TrainConfig) -> tuple[Array, Array]:
@@ -78,7 +100,7 @@ def token_losses(model: Transformer, x: Array, targets: Array, config: TrainConf
 
 def evaluation_sums(model: Transformer, batch: Batch, config: TrainConfig) -> tuple[Array, Array, Array, Array]:
     """(nats, count, nats by position, counts by position) of the next tokens, global sums, equal on all devices."""
-    x = final_activations(model, batch, config)
+    x, _ = final_activations(model, batch, config)
     _, nll = token_losses(model, x, batch["targets"], config)
     valid = batch["targets"] >= 0
     curve = loss_by_position(nll, batch["positions"], valid, position_edges(config.data.seq_len))
@@ -92,10 +114,11 @@ def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:
 
     Args:
       model: this device's shards of the parameters.
-      batch: tokens, targets, positions and segment_ids, each [B, T] (local); targets_2, ... for tokens further ahead.
+      batch: tokens, targets, positions and segment_ids, each [B, T] (local); targets_2, ... for tokens further ahead;
+        `DROPOUT` [B, 2] where something is to fall.
       config: layout, microbatches and terms of the loss.
     """
-    x = final_activations(model, batch, config)
+    x, ticks = final_activations(model, batch, config)
     loss, nll = token_losses(model, x, batch["targets"], config)
     objective = loss.sum()
     depth = config.model.mtp_depth
@@ -103,5 +126,6 @@ def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:
         further, _ = token_losses(model, model.ahead(x, ahead), batch[targets_name(ahead)], config)
         objective += config.loss.mtp_weight / (depth - 1) * further.sum()
     count = jnp.sum(batch["targets"] >= 0, dtype=jnp.int32)
-    sums = Sums(objective, nll.sum(), count)
-    return Sums(*(psum(replicated(x), RULES.batch, RULES.sequence) for x in sums))
+    sums = objective, nll.sum(), count
+    objective, nats, count = (psum(replicated(x), RULES.batch, RULES.sequence) for x in sums)
+    return Sums(objective, nats, count, ticks)

@@ -23,7 +23,7 @@ they see zeros for the place, that is segment 0, padding: attention then has no 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,15 @@ from jax import Array, lax
 
 from models.sharding import RULES
 from ring_jax import manual
+
+
+class Ticks(NamedTuple):
+    """How often the stages ran their layers, counted where they run, int32, summed over the stages."""
+
+    busy: Array
+    """On a microbatch."""
+    all: Array
+    """With the runs in the bubble, whose results are thrown away."""
 
 
 def layer_order(num_layers: int, stages: int, repeats: int) -> np.ndarray:
@@ -46,7 +55,7 @@ def layer_order(num_layers: int, stages: int, repeats: int) -> np.ndarray:
 @jax.named_scope("pipeline")
 def run_pipeline(
     stage: Callable[[Any, Array, Any], Array], layers: Any, inputs: Array, place: Any, *, repeats: int = 1
-) -> Array:
+) -> tuple[Array, Ticks]:
     """Pass microbatches through all layers.
 
     Args:
@@ -57,18 +66,19 @@ def run_pipeline(
       repeats: how often a microbatch goes round; from 2 on M must be a multiple of the number of stages.
 
     Returns:
-      [M, ...], behind the last layer on the last stage; on other stages something else.
+      [M, ...], behind the last layer on the last stage, on other stages something else; and the ticks.
     """
     stages, count = manual.axis_size(RULES.layers), inputs.shape[0]
-    if stages == 1 and count == 1:
-        return stage(layers, inputs[0], jax.tree.map(lambda p: p[0], place))[None]
     if stages == 1:
-        return lax.map(lambda piece: stage(layers, *piece), (inputs, place))
+        ticks = Ticks(jnp.int32(count), jnp.int32(count))
+        if count == 1:
+            return stage(layers, inputs[0], jax.tree.map(lambda p: p[0], place))[None], ticks
+        return lax.map(lambda piece: stage(layers, *piece), (inputs, place)), ticks
     index = manual.axis_index(RULES.layers)
     to_next = [(i, (i + 1) % stages) for i in range(stages)]
     groups = jax.tree.map(lambda w: w.reshape(repeats, -1, *w.shape[1:]), layers)
 
-    def run_tick(received: Array, tick: Array) -> tuple[Array, Array]:
+    def run_tick(received: Array, tick: Array) -> tuple[Array, tuple[Array, Array]]:
         number = tick - index
         works = (number >= 0) & (number < count * repeats)
         group, rest = number // (stages * repeats), number % (stages * repeats)
@@ -86,12 +96,13 @@ def run_pipeline(
         if repeats > 1:
             here = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), groups)
         x = stage(here, x, jax.tree.map(of_microbatch, place))
-        return lax.ppermute(x, RULES.layers, to_next), x
+        return lax.ppermute(x, RULES.layers, to_next), (x, works)
 
     inputs = manual.vary_alike(inputs, index, jax.tree.leaves(layers))[0]
-    _, outputs = lax.scan(run_tick, jnp.zeros_like(inputs[0]), jnp.arange(repeats * count + stages - 1))
+    _, (outputs, works) = lax.scan(run_tick, jnp.zeros_like(inputs[0]), jnp.arange(repeats * count + stages - 1))
+    ticks = Ticks(lax.psum(jnp.sum(works, dtype=jnp.int32), RULES.layers), jnp.int32(stages * len(works)))
     if repeats == 1:
-        return outputs[stages - 1 :]
+        return outputs[stages - 1 :], ticks
     microbatch = np.arange(count)
     last = (microbatch // stages) * stages * repeats + (repeats - 1) * stages + microbatch % stages
-    return outputs[last + stages - 1]
+    return outputs[last + stages - 1], ticks

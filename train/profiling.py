@@ -12,6 +12,8 @@ from types import TracebackType
 
 import jax
 
+from train.unwritten import Unwritten
+
 PROFILE_FOLDER = "profile"
 
 
@@ -52,9 +54,9 @@ def problems(text: str | None, num_steps: int) -> list[str]:
 class Profiler:
     """Starts and ends the trace as the steps go by."""
 
-    def __init__(self, folder: pathlib.Path, text: str | None):
-        """Trace the steps of `text` (None: none) into `folder`."""
-        self._folder = folder
+    def __init__(self, folder: pathlib.Path, text: str | None, *, unwritten: Unwritten | None = None):
+        """Trace the steps of `text` (None: none) into `folder`; a trace that cannot be written is counted."""
+        self._folder, self._unwritten = folder, unwritten or Unwritten()
         self._steps = parse_steps(text) if text else range(0)
         self._tracing = self._done = False
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
@@ -80,7 +82,11 @@ class Profiler:
         """Write the trace, if one is open."""
         if self._tracing:
             self._tracing, self._done = False, True
-            jax.profiler.stop_trace()
+            with self._unwritten.attempt(PROFILE_FOLDER):
+                try:
+                    jax.profiler.stop_trace()
+                except jax.errors.JaxRuntimeError as error:  # what XLA makes of a full disk
+                    raise OSError(str(error)) from error
 
     def __enter__(self) -> "Profiler":
         return self

@@ -366,6 +366,8 @@ def _stamp(file: Path) -> str:
         status = file.stat()
     except OSError as error:
         raise ValueError(unreadable(str(file), error)) from error
+    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
+        raise ValueError(f"{str(file)!r} is not a regular file; leave it out of data.path")
     return f"{status.st_size} {status.st_mtime_ns}"
 
 

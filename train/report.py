@@ -78,7 +78,8 @@ def sum_up(console: Console, summary: dict[str, Any], *, prompt: str, continuati
     verdict = f"{bigram - model:.3f} below" if model < bigram else f"{model - bigram:.3f} above"
     console.print(f"held-out text: {model:.3f} bits per byte, {verdict} the bigram's {bigram:.3f}")
     mfu = f", {summary['mfu']:.1%} of the devices' peak (MFU)" if "mfu" in summary else ""
-    console.print(f"median speed: {summary['tokens_per_s']:,.0f} tokens/s{mfu}")
+    if summary["tokens_per_s"] is not None:
+        console.print(f"median speed: {summary['tokens_per_s']:,.0f} tokens/s{mfu}")
     raised = ", ".join(f"{count} {kind}" for kind, count in summary.get("alarms", {}).items() if count)
     skipped = summary.get("skipped_steps", 0)
     console.print(f"alarms: {raised or 'none'}; steps skipped: {skipped}")

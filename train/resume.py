@@ -19,6 +19,7 @@ from train.pipeline import layer_order
 from train.prefetch import Prefetch
 from train.state import TrainState, reorder_layers, schedule_order
 from train.step import abstract_state
+from train.unwritten import Unwritten
 from train.watch import Watcher
 
 
@@ -104,7 +105,7 @@ def go_back(
     progress.step, progress.data_state = meta.step, meta.data_state
     data.set_state(meta.data_state)
     log.rewind(meta.step)
-    watch.went_back(first_bad_step, bad_step, meta.step)
+    watch.went_back(first_bad_step, bad_step, meta.step, meta.data_state)
 
 
 def make_meta(run: Run, progress: Progress) -> checkpoint.Meta:
@@ -116,13 +117,16 @@ def make_meta(run: Run, progress: Progress) -> checkpoint.Meta:
     )
 
 
-def check_saved(store: checkpoint.CheckpointStore) -> None:
+def check_saved(store: checkpoint.CheckpointStore, unwritten: Unwritten) -> None:
+    """Raises `SaveError` when what a run is for is not on disk: its last checkpoint, its summary."""
     if store.failure:
         newest = max((int(path.name) for path in store.folder.iterdir() if path.name.isdigit()), default="none")
         raise SaveError(
             f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
             f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"
         )
+    if "summary.json" in unwritten.counts:
+        raise SaveError("summary.json could not be written; the checkpoint is complete: --resume writes it again")
 
 
 def report_failure(console: Console, problem: str | None) -> None:

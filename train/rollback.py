@@ -14,12 +14,13 @@ batch that comes after those of 57. Checkpoints after 40 are set aside.
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from train.checkpoint import CheckpointStore, Meta
+from train.checkpoint import CheckpointError, CheckpointStore, Meta
 from train.metrics import write_json
 from train.state import TrainState
+from train.unwritten import Unwritten
 
 SKIPPED_FILE = "skipped_batches.json"
 
@@ -33,22 +34,43 @@ def batch_key(data_state: Any) -> str:
 class SkipList:
     """The batches of a run that are passed over."""
 
-    def __init__(self, path: pathlib.Path, *, writes: bool = True):
-        """Read the list, if there is one; `writes` is False in a process that leaves the file to another."""
-        self._path, self._writes = path, writes
-        self._entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    def __init__(self, path: pathlib.Path, *, writes: bool = True, unwritten: Unwritten | None = None):
+        """Read the list, if there is one; `writes` is False in a process that leaves the file to another.
+
+        Raises:
+          CheckpointError: the file is damaged.
+        """
+        self._path, self._writes, self._unwritten = path, writes, unwritten or Unwritten()
+        try:
+            self._entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}); put back a copy of it, or delete it: then the batches that it named are "
+                "trained on again"
+            ) from error
         self._keys = {entry["batch"] for entry in self._entries}
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def add(self, batches: Iterable[tuple[int, str]]) -> None:
-        """Put (step, key) of batches on the list, on disk when this returns."""
+        """Put (step, key) of batches on the list; on disk when this returns, where it can be written."""
         new = [{"step": step, "batch": key} for step, key in batches if key not in self._keys]
         self._entries += new
         self._keys.update(entry["batch"] for entry in new)
         if self._writes:
-            write_json(self._path, self._entries)
+            with self._unwritten.attempt(SKIPPED_FILE):
+                write_json(self._path, self._entries)
+
+    def last_keys(self, data_state: Mapping[str, int], *, batch_size: int, num: int) -> list[str]:
+        """Keys of the last `num` batches before a position in the data that were trained on, newest first."""
+        keys: list[str] = []
+        row = data_state["next_row"]
+        while row > 0 and len(keys) < num:
+            if (key := batch_key({"next_row": row})) not in self._keys:
+                keys.append(key)
+            row -= batch_size
+        return keys
 
     def draw(self, data: Any) -> tuple[Any, str]:
         """The next batch that is not on the list, and its key."""

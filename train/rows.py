@@ -255,21 +255,39 @@ class BatchIterator(Iterator[Batch]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _HeldOut(Iterable[Batch]):
+class HeldOut(Iterable[Batch]):
+    """What `held_out_batches` returns."""
+
     rows: Rows
     batch_size: int
+    data_indices: tuple[int, ...]
+    num_data: int
 
-    def __iter__(self) -> Iterator[Batch]:
-        return BatchIterator(self.rows, batch_size=self.batch_size, num_rows=self.rows.num_rows)
+    def __iter__(self) -> BatchIterator:
+        return BatchIterator(
+            self.rows,
+            batch_size=self.batch_size,
+            num_rows=self.rows.num_rows,
+            data_indices=self.data_indices,
+            num_data=self.num_data,
+        )
 
 
-def held_out_batches(documents: Documents, *, seq_len: int, batch_size: int) -> Iterable[Batch]:
+def held_out_batches(
+    documents: Documents,
+    *,
+    seq_len: int,
+    batch_size: int,
+    data_indices: Collection[int] = (0,),
+    num_data: int = 1,
+) -> HeldOut:
     """All held-out text once, every target exactly once; iterating again gives the same batches again.
 
     The rows are in one fixed mixed order, so that the first few batches are a fair sample. The last batch is filled
-    up with rows of padding (segment id 0).
+    up with rows of padding (segment id 0). A process reads the rows of its `data_indices` of the data axis only.
     """
-    return _HeldOut(Rows([(documents, 1.0)], seq_len=seq_len, seed=_HELD_OUT_SEED), batch_size)
+    rows = Rows([(documents, 1.0)], seq_len=seq_len, seed=_HELD_OUT_SEED)
+    return HeldOut(rows, batch_size, tuple(data_indices), num_data)
 
 
 def deeper_targets(batch: Batch, depth: int) -> np.ndarray:

@@ -19,15 +19,17 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import Transformer
+from models.dropout import fold, row_words
 from models.sharding import RULES
 from ring_jax import layouts
+from ring_jax.dropout import as_words
 from train.config import MESH_AXES, TrainConfig
-from train.loss import Batch, Sums, evaluation_sums, loss_sums, targets_name
+from train.loss import DROPOUT, Batch, Sums, evaluation_sums, loss_sums, targets_name
 from train.optimizer import make_optimizer, make_schedule
 from train.rows import deeper_targets
 from train.state import TrainState, abstract_state, init_state, state_shardings, state_specs
 
-__all__ = ["abstract_state", "init_state", "make_eval_step", "make_train_step", "place_batch"]
+__all__ = ["abstract_batch", "abstract_state", "init_state", "make_eval_step", "make_train_step", "place_batch"]
 
 BATCH_SPEC = RULES.spec("batch", "sequence")
 
@@ -58,9 +60,10 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """The compiled step (state, batch) -> (state, metrics); it donates the state and returns it in the same shardings.
 
-    Metrics: `loss` (nats per target), `grad_norm` (before clipping), `param_norm`, `lr`, `num_targets`, and `skipped`:
-    1 when the loss or the gradient norm was not finite, and parameters and optimizer were left as they were. A batch
-    without any target has loss 0 and gradients of exactly 0.
+    Metrics: `loss` (nats per target), `grad_norm` (before clipping), `param_norm`, `lr`, `num_targets`, `bubble` (share
+    of the stages' runs that had no microbatch, counted where they run), and `skipped`: 1 when the loss or the gradient
+    norm was not finite, and parameters and optimizer were left as they were. A batch without any target has loss 0 and
+    gradients of exactly 0.
     """
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     schedule = make_schedule(config.optimizer, config.num_steps)
@@ -70,15 +73,20 @@ def make_train_step(
         sums = loss_sums(sum_gradients_over_replicas(params, specs), batch, config)
         return sums.objective, sums
 
-    def sums_and_grads(params: Transformer, batch: Batch) -> tuple[Sums, Transformer]:
+    def sums_and_grads(params: Transformer, batch: Batch, seed: Array) -> tuple[Sums, Transformer]:
+        if config.model.drops:
+            batch = batch | {DROPOUT: row_words(seed, len(batch["tokens"]))}
         fun = in_pieces(jax.value_and_grad(objective, has_aux=True), batch, config)
         (_, sums), grads = fun(params, batch)
         return sums, grads
 
-    mapped = jax.shard_map(sums_and_grads, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(PartitionSpec(), specs))
+    given = specs, BATCH_SPEC, PartitionSpec()
+    mapped = jax.shard_map(sums_and_grads, mesh=mesh, in_specs=given, out_specs=(PartitionSpec(), specs))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        sums, grads = mapped(state.params, batch)
+        # Of the step that is worked on: a resumed run drops what the run that never stopped would have dropped.
+        seed = fold(as_words(config.seed), state.step)
+        sums, grads = mapped(state.params, batch, seed)
         count = jnp.maximum(sums.count, 1)
         grads = jax.tree.map(lambda g: g / count, grads)
         norm = optax.tree.norm(grads)
@@ -94,6 +102,7 @@ def make_train_step(
             "param_norm": optax.tree.norm(params),
             "lr": jnp.asarray(schedule(_updates_done(state.opt_state)), jnp.float32),
             "num_targets": sums.count,
+            "bubble": 1 - sums.ticks.busy / sums.ticks.all,
             "skipped": 1.0 - good,
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
@@ -125,6 +134,13 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
     specs = state_specs(config).params, BATCH_SPEC
     sums = jax.shard_map(local_sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     return jax.jit(sums, in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)))
+
+
+def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a batch, without its arrays: what `place_batch` makes."""
+    names = ("tokens", "positions", "segment_ids", *(targets_name(n) for n in range(1, config.model.mtp_depth + 1)))
+    shape, sharding = (config.data.batch_size, config.data.seq_len), NamedSharding(mesh, BATCH_SPEC)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
 
 
 def place_batch(

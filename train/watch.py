@@ -27,6 +27,7 @@ from train.heartbeat import HEARTBEAT_FILE, Heartbeat
 from train.memory import used_bytes
 from train.positions import PositionCurve
 from train.profiling import PROFILE_FOLDER, Profiler, parse_steps
+from train.unwritten import Unwritten
 
 
 class _Fetched(NamedTuple):
@@ -48,25 +49,40 @@ class Watcher:
         mesh: Mesh,
         step: int,
         say: Callable[[str], object],
+        data_state: Mapping[str, int] | None = None,
         writes: bool = True,
+        unwritten: Unwritten | None = None,
     ):
-        """Watch a run that has done `step` steps; `say` prints a line; one process of the run `writes` files."""
+        """Watch a run that has done `step` steps.
+
+        Args:
+          config: the run's.
+          run_dir: where its files are.
+          mesh: the devices whose speed and memory are measured.
+          step: steps done so far.
+          say: prints a line.
+          data_state: position in the data after `step`; None: no batch before it can be passed over.
+          writes: whether this process is the one of the run that writes files.
+          unwritten: counts what cannot be written.
+        """
         self._config, self._run_dir, self._step = config, run_dir, step
         self._devices = list(mesh.devices.flat)
         self.devices = f"{len(self._devices)} x {self._devices[0].device_kind}"
         """How many devices of which kind."""
         self._peak = flops.peak_flops(self._devices)
-        self._alarms = AlarmLog(run_dir, say=say, writes=writes)
+        self._unwritten = unwritten or Unwritten(say)
+        self._alarms = AlarmLog(run_dir, say=say, writes=writes, unwritten=self._unwritten)
         self._say = say if writes else lambda _: None
         self._spikes = SpikeAlarm(config.watch.spike_z)
-        self._skips = rollback.SkipList(run_dir / rollback.SKIPPED_FILE, writes=writes)
+        self._skips = rollback.SkipList(run_dir / rollback.SKIPPED_FILE, writes=writes, unwritten=self._unwritten)
         self._heartbeat = Heartbeat(
             run_dir / HEARTBEAT_FILE if writes else None,
             step=step,
             stall_factor=config.watch.stall_factor,
             on_stall=lambda at, text: self._alarms.raise_alarm("stall", at, text),
+            unwritten=self._unwritten,
         )
-        self._profiler = Profiler(run_dir / PROFILE_FOLDER, config.watch.profile)
+        self._profiler = Profiler(run_dir / PROFILE_FOLDER, config.watch.profile, unwritten=self._unwritten)
         if config.watch.profile and parse_steps(config.watch.profile)[-1] <= step:
             self._say(f"profile={config.watch.profile!r}: these steps are done already, so no trace is written")
         self.curve = PositionCurve(config.data.seq_len)
@@ -78,6 +94,7 @@ class Watcher:
         )
         self._wait_s, self._num_ended, self._in_a_row = 0.0, 0, 0
         self._remember(metrics.read_rows(run_dir), step)
+        self._remember_batches(step, data_state)
 
     def __enter__(self) -> "Watcher":
         self._stack = contextlib.ExitStack()
@@ -135,7 +152,7 @@ class Watcher:
             ),
             "data_wait_s": self._wait_s,
             "padding_share": counts.padding_share,
-            "skipped": float(measured.get("skipped", 0.0)),
+            "skipped": float(measured["skipped"]),
         }
         if self._peak:
             row["mfu"] = work / step_time / self._peak
@@ -150,14 +167,14 @@ class Watcher:
 
         `settle` waits for a save in flight, so that all processes find the same checkpoints.
         """
-        loss, is_skipped = row["loss"], bool(row["skipped"])
+        loss = row["loss"]
         score = self._spikes.add(step, loss)
-        self._in_a_row = 0 if math.isfinite(loss) and not is_skipped else self._in_a_row + 1
+        self._in_a_row = self._in_a_row + 1 if row["skipped"] else 0
         if score is not None:
             text = f"loss {loss:.4f} is {score:.1f} robust deviations above the steps before"
             self._alarms.raise_alarm("loss_spike", step, text, loss=loss, score=score)
             return self._first_bad_to_return_to(step, step, checkpoints, settle)
-        if self._too_many() or (self._in_a_row and not is_skipped):
+        if self._too_many():
             what = f"loss={loss} and grad_norm={row['grad_norm']}, {self._in_a_row} steps in a row not finite"
             self._alarms.raise_alarm("not_finite", step, f"{what}; {self._save_batch(step)}")
             return self._first_bad_to_return_to(step - self._in_a_row + 1, step, checkpoints, settle)
@@ -176,11 +193,11 @@ class Watcher:
                 f"{self._run_dir}, lower --optimizer.learning-rate, or add --rollback (checkpoints: {checkpoints})"
             )
 
-    def went_back(self, first_bad_step: int, bad_step: int, step: int) -> None:
-        """The run stands after `step` again; the batches from before `first_bad_step` on will be passed over."""
+    def went_back(self, first_bad_step: int, bad_step: int, step: int, data_state: Mapping[str, int]) -> None:
+        """The run stands after `step`, at `data_state`; the batches from before `first_bad_step` on are passed over."""
         bad = [(at, key) for at, key in self._recent if at >= first_bad_step - 1]
         self._skips.add(bad)
-        self._recent.clear()
+        self._remember_batches(step, data_state)
         self._spikes.forget_after(step)
         self._in_a_row, self._fetched = 0, None
         text = f"back to the checkpoint of step {step}; {len(bad)} batches from step {bad[0][0]} on are passed over"
@@ -192,6 +209,7 @@ class Watcher:
             "alarms": self._alarms.counts(),
             "skipped_steps": sum(bool(row.get("skipped")) for row in rows),
             "skipped_batches": len(self._skips),
+            "not_written": dict(self._unwritten.counts),
         }
         for name in ("mfu", "padding_share"):
             if values := [row[name] for row in rows if row.get(name) is not None]:
@@ -221,12 +239,11 @@ class Watcher:
         """Write the batch of a step for a look; returns words for where it is."""
         process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
         path = self._run_dir / f"bad_batch_step_{step}{process}.npz"
-        try:
-            assert self._current is not None
+        assert self._current is not None, "begin comes first"
+        with self._unwritten.attempt(path.name):
             np.savez(path, allow_pickle=False, **self._current.batch)
-        except OSError as error:
-            return f"its batch could not be saved: {error}"
-        return f"its batch is in {path}"
+            return f"its batch is in {path}"
+        return "its batch could not be saved"
 
     def _remember(self, rows: list[dict[str, Any]], step: int) -> None:
         """Take up the losses of the steps before, so that a resumed run raises the alarms that it would have raised."""
@@ -235,3 +252,12 @@ class Watcher:
                 loss = math.nan if row.get("loss") is None else row["loss"]
                 self._spikes.add(row["step"], loss)
                 self._in_a_row = self._in_a_row + 1 if row.get("skipped") else 0
+
+    def _remember_batches(self, step: int, data_state: Mapping[str, int] | None) -> None:
+        """Take up the batches before `step`: the next one may show that they were to blame."""
+        self._recent.clear()
+        if data_state is not None:
+            keys = self._skips.last_keys(
+                data_state, batch_size=self._config.data.batch_size, num=self._recent.maxlen or 0
+            )
+            self._recent.extend(reversed([(step - ago, key) for ago, key in enumerate(keys)]))

@@ -66,6 +66,10 @@ class Call(NamedTuple):
     has_segments: bool  # ids, or lengths of rows, or padding behind the sequence
     has_bias: bool
     has_mask: bool
+    strategy: str
+    two_directions: bool
+    tile_size: int | None  # that was asked for
+    return_lse: bool  # so that it may have a gradient
 
 
 @runtime_checkable

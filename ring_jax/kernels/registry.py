@@ -3,13 +3,18 @@
 import logging
 from typing import Any, NamedTuple, cast
 
-from ring_jax.kernels import pallas_tpu, xla
+from ring_jax.kernels import cudnn, interpret, pallas_gpu, pallas_tpu, xla
 from ring_jax.kernels.protocol import Call, Kernel
 
 logger = logging.getLogger("ring_jax")
 
-KERNELS: dict[str, Kernel] = {"xla": cast(Any, xla), "pallas_tpu": cast(Any, pallas_tpu)}
-BEST_FIRST = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
+KERNELS: dict[str, Kernel] = {
+    "xla": cast(Any, xla),
+    "pallas_tpu": cast(Any, pallas_tpu),
+    "cudnn": cast(Any, cudnn),
+    "pallas_gpu": cast(Any, pallas_gpu),
+}
+BEST_FIRST = {"tpu": ("pallas_tpu", "xla"), "gpu": ("cudnn", "pallas_gpu", "xla"), "cpu": ("xla",)}
 """Kernels of each platform, fastest first; the last one serves everything."""
 
 
@@ -27,7 +32,7 @@ def choose(implementation: str | None, call: Call) -> Chosen:
       NotImplementedError: for a kernel asked for by name that does not serve the call; the message names one that does.
     """
     order = BEST_FIRST[call.platform]
-    reasons = {name: KERNELS[name].refuses(call) for name in (order if implementation is None else [implementation])}
+    reasons = {name: _refuses(name, call) for name in (order if implementation is None else [implementation])}
     if implementation is None:
         best = next(name for name in order if reasons[name] is None)
         passed_over = tuple(f"{name}: {reasons[name]}" for name in order[: order.index(best)])
@@ -38,6 +43,14 @@ def choose(implementation: str | None, call: Call) -> Chosen:
     raise NotImplementedError(
         f"{implementation=}: {reasons[implementation]}; use implementation={other!r}, or None for the best that serves"
     )
+
+
+def _refuses(name: str, call: Call) -> str | None:
+    """The kernel's own reason, or that it is another platform's."""
+    if name not in BEST_FIRST[call.platform] and not interpret.is_on():
+        home = next(platform for platform, names in BEST_FIRST.items() if name in names)
+        return f"it is a kernel for {home}, and these devices are {call.device_kind} ({call.platform})"
+    return KERNELS[name].refuses(call)
 
 
 def report(chosen: Chosen) -> str:
