@@ -40,7 +40,7 @@ MODEL = ModelConfig(
 )
 
 
-def make_config(num_shards: int = 8, seq_len: int = 4096, batch_size: int = 8, num_steps: int = 150) -> TrainConfig:
+def make_config(num_shards: int = 8, seq_len: int = 4096, batch_size: int = 8, num_steps: int = 120) -> TrainConfig:
     """The run: all devices on the ring, rows cut into contiguous shards."""
     return TrainConfig(
         model=MODEL,

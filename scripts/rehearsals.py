@@ -91,6 +91,7 @@ With `--json` the last line is one of JSON; `--dump-hlo PATH` writes the schedul
   the block of attention it hides behind.
 - "Fits" is the compiler's word on a TPU, which refuses what does not; on a GPU it is the sum against the device's
   memory, of which JAX takes 75 % unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says more.
+- Seconds of compiling are those of two cores that had other work, too.
 - Not in the predicted time: the optimizer's memory traffic, tiles that a kernel computes in vain, the host, waiting.
 
 """
@@ -129,7 +130,7 @@ def row(case: Case, text: str) -> str:
         f"{figure('bytes_per_chip', '{:.1f}', 1e-9)} of {figure('hbm_bytes', '{:.1f}', 1e-9)}",
         figure("ring_hops", "{:,}"),
         figure("exposed_ring_hops", "{:,}"),
-        f"{figure('homecoming_hops', '{:,}')}, {figure('homecoming_s', '{:.1f}', 1e3)} ms",
+        f"{figure('homecoming_hops', '{:,}')}, {figure('homecoming_s', '{:.1f}', 1e3)} ms" if found["fits"] else "-",
         figure("exposed_s", "{:.2f}"),
         figure("step_time_s", "{:.1f}"),
         figure("tokens_per_s", "{:,.0f}"),

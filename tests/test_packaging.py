@@ -150,7 +150,7 @@ def test_run_directory_is_fresh_unless_the_run_is_resumed(tmp_path):
     assert choice("--resume", "--run-dir", "mine") == choice("--run-dir=mine") == ""
 
 
-@pytest.fixture(params=["dev", "oldest"])
+@pytest.fixture(params=["dev", "oldest", "tpu", "gpu"])
 def pins(request):
     return (ROOT / f"requirements/{request.param}.txt").read_text()
 
@@ -183,6 +183,12 @@ def test_oldest_pins_differ_in_jax_only():
     newest, oldest = (versions((ROOT / f"requirements/{name}.txt").read_text()) for name in ("dev", "oldest"))
     assert oldest["jax"] == "0.11.2" and oldest["flax"] == "0.12.12"
     assert {name for name in newest if newest[name] != oldest[name]} == {"jax", "jaxlib"}
+
+
+@pytest.mark.parametrize(("name", "compiler"), [("tpu", "libtpu"), ("gpu", "jax-cuda12-plugin")])
+def test_accelerator_pins_are_the_same_and_more(name, compiler):
+    newest, more = (versions((ROOT / f"requirements/{x}.txt").read_text()) for x in ("dev", name))
+    assert newest.items() <= more.items() and compiler in more.keys() - newest.keys()
 
 
 def test_wheel_holds_the_library_alone(tmp_path):

@@ -2,6 +2,7 @@
 for a TPU where libtpu is installed."""
 
 import dataclasses
+import doctest
 import importlib.util
 import json
 import pathlib
@@ -211,6 +212,11 @@ def test_a_compiler_out_of_memory(text, used, available):
     found = advice.read_refusal(text)
     assert found == (found.message, round(used * 2**30), round(available * 2**30))
     assert f"needs {used * 2**30 / 1e9:.1f} GB of a device, which has 16.9 GB" in found.message
+
+
+@pytest.mark.parametrize("module", [pods, advice])
+def test_examples(module):
+    assert doctest.testmod(module) == (0, 1)
 
 
 def test_other_errors_are_no_refusals():

@@ -61,11 +61,17 @@ def advise(config: TrainConfig, pod: Pod, used: int | None, available: int | Non
     lines = []
     for size, words, why in changes:
         if size < 0.99 * now:
-            verdict = "fits" if size <= available else "not enough alone"
-            lines.append(f"  {words}: about {size / 1e9:.1f} GB, {verdict}; {why}")
+            lines.append(f"  {words}: about {size / 1e9:.1f} GB, {_verdict(size, available)}; {why}")
     title = f"what would take less than {now / 1e9:.1f} GB, most effective first (estimates; a device has "
     lines = [f"{title}{available / 1e9:.1f} GB):", *lines] if lines else []
     return [*lines, _least(config, pod, predict, available)]
+
+
+def _verdict(size: float, available: int) -> str:
+    if size > available:
+        return "not enough alone"
+    # Seen with libtpu 0.0.50: where memory is nearly full, every transfer of the step becomes synchronous.
+    return "fits" if size < 0.9 * available else "fits with little room, which may leave transfers exposed"
 
 
 def scaled_estimate(config: TrainConfig, used: int | None) -> Callable[[TrainConfig], float]:

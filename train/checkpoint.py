@@ -116,7 +116,8 @@ class CheckpointStore:
         with contextlib.suppress(Exception):
             self._manager.close()
         self._clear_up()
-        self._manager = self._open()
+        with contextlib.suppress(OSError):  # the closed one fails in its place, and after it comes another attempt
+            self._manager = self._open()
 
     def save(self, state: TrainState, meta: Meta, *, held_out_loss: float | None = None) -> str | None:
         """Begin to write one checkpoint; when it is complete, those that are neither new nor best are removed.
@@ -212,8 +213,10 @@ class CheckpointStore:
         path = self.folder / f".probe_{jax.process_index()}"
 
         def write() -> None:
-            path.write_bytes(bytes(4096))
-            path.unlink()
+            try:
+                path.write_bytes(bytes(4096))
+            finally:
+                path.unlink(missing_ok=True)
 
         return self._try(write)
 

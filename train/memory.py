@@ -53,7 +53,9 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     # Out and lse, and below float32 what rounding took from out.
     attention = (width if width == 4 else 2 * width) * model.head_dim * model.num_heads + 4 * model.num_heads
     rounded = 0 if width == 4 else width * model.head_dim * model.num_heads
-    everything = inside + rounded + (hidden if model.mlp_chunk is None else 0)
+    # The sum between attention and MLP, and what the two norms see in float32.
+    sums = width * model.embed_dim * (1 if width == 4 else 5)
+    everything = inside + rounded + sums + (hidden if model.mlp_chunk is None else 0)
     kept = {"none": everything, "layer": 0, "attention": attention, "offload": 0}[model.remat] + width * model.embed_dim
     # In the bubble the pipeline's stages run on nothing, and keep it; a tick is put together before it joins the rest.
     stages = mesh.pipeline
