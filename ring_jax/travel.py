@@ -39,12 +39,13 @@ def walk(grid: Grid, plan: Plan, two_directions: bool, attend: Callable[..., Any
             move, count = moves[t], _alike(moves, t)
 
             def step(state, offsets, move=move, group=group):
-                carry, here = state
+                carry, here = _in_order(state)
                 arriving = _hop(grid, here, move)
                 return (attend(carry, here, group, offsets), arriving), None
 
             (carry, here), _ = _scan(step, (carry, here), table[t : t + count])
             t += count
+        carry, here = _in_order((carry, here))
         carry = attend(carry, here, group, table[t])
     return carry
 
@@ -85,7 +86,7 @@ def _tour_group(grid: Grid, tracks: Plan, group: int, step, acc, here: Blocks, s
     if not any(first) and len(moves) > 1 and moves[0] == moves[1]:
 
         def leave_home(state, offsets):
-            acc, here = state
+            acc, here = _in_order(state)
             arriving = _hop(grid, here, moves[0])
             acc, grads = step(acc, here, group, offsets)
             return (acc, arriving), grads
@@ -99,7 +100,7 @@ def _tour_group(grid: Grid, tracks: Plan, group: int, step, acc, here: Blocks, s
             count = _alike(moves, t)
 
             def ride(state, offsets, move=move):
-                acc, here, riding = state
+                acc, here, riding = _in_order(state)
                 arriving = _hop(grid, here, move)
                 riding = send(riding, lambda x: _hop(grid, x, move))
                 acc, grads = step(acc, here, group, offsets)
@@ -107,12 +108,14 @@ def _tour_group(grid: Grid, tracks: Plan, group: int, step, acc, here: Blocks, s
 
             (acc, here, riding), _ = _scan(ride, (acc, here, riding), table[t : t + count])
         else:
+            acc, here, riding = _in_order((acc, here, riding))
             arriving = _hop(grid, here, move)
             acc, home, riding = _one(
                 grid, moves, t, not any(first), step, acc, here, group, table[t], home, riding, send
             )
             here = arriving
         t += count
+    acc, here, riding = _in_order((acc, here, riding))
     acc, home, riding = _one(grid, moves, t, not any(first), step, acc, here, group, table[t], home, riding, send)
     if riding is not None:
         back = tuple(-track[-1] for track in tracks)
@@ -157,9 +160,14 @@ def _scan(step, state, table: Array):
 
 
 def _steps_a_trip() -> int:
-    """On TPU two: what leaves in one buffer arrives in the other. With one, XLA copies each block before it is sent,
-    because the loop writes what arrives to where the kernel still reads (docs/kernels.md, "Hops")."""
-    return 2 if target().platform == "tpu" else 1
+    """On accelerators two: what leaves in one buffer arrives in the other. With one, XLA copies each block before it is
+    sent, because the loop writes what arrives to where the kernel still reads (docs/kernels.md, "Hops")."""
+    return 1 if target().platform == "cpu" else 2
+
+
+def _in_order(state: Any) -> Any:
+    """Tie a step's hops to the step before it, where the compiler would send them all first: on GPU."""
+    return lax.optimization_barrier(state) if target().platform == "gpu" else state
 
 
 def _hop(grid: Grid, blocks: Blocks, move: tuple[int, ...]) -> Blocks:
