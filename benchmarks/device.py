@@ -81,7 +81,7 @@ TILES = tuple(
     )
 )
 FULL = Sizes(1024, (8, 2), 128, (4096, 8192, 16384, 32768), (1, 4, 8), TILES, 5, LLAMA, 8192)
-TINY = Sizes(48, (4, 2), 16, (32,), (1, 2), (pallas_gpu.Tiles((16, 32), (32, 16)),), 1, TINY_LLAMA, 64)
+TINY = Sizes(48, (4, 2), 16, (32,), (2,), (pallas_gpu.Tiles((16, 32), (32, 16)),), 1, TINY_LLAMA, 64)
 RING_HEADS = (32, 8)
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
@@ -143,7 +143,9 @@ def errors_of(attend: Callable[..., Array], arrays: tuple[Array, ...], want: tup
         return out, *pull(dout)
 
     got = jax.jit(both)(*arrays)
-    return [float(np.abs(np.asarray(x[0], np.float64) - y).max() / np.abs(y).max()) for x, y in zip(got, want)]
+    return [
+        float(np.abs(np.asarray(x[0], np.float64) - y).max() / np.abs(y).max()) for x, y in zip(got, want, strict=True)
+    ]
 
 
 def measure_errors(sizes: Sizes, platform: str) -> Iterator[dict[str, Any]]:
