@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 import ring_jax
 from ring_jax import inspection, pods, travel
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
 BOTH_HOPS = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
 """Keys with values, and their gradients, travel at the same time: by default XLA lets one collective run at a time."""
 
