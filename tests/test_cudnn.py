@@ -58,7 +58,7 @@ def test_slow_case(name: str):
 
 @pytest.mark.slow
 def test_half_precision_stays_near_one_call():
-    """cuDNN rounds what each block gives; one device is the call that `jax.nn` makes on a GPU. Seen: 2.3 times in dv."""
+    """cuDNN rounds what each block gives; one device is the call that `jax.nn` makes on a GPU. Seen: dv 2.3 times."""
     case = Options(**RING | {"dtype": "bfloat16"}, is_causal=True)
     one, *rings = (option_cases.errors(x, attend(x)) for x in (dataclasses.replace(case, ring=n) for n in (1, 2, 4)))
     for found in rings:
