@@ -5,7 +5,7 @@ from ring_jax.balance import balanced_permutation, live_tiles
 from ring_jax.core import ATTENTION
 from ring_jax.inspection import inspect
 from ring_jax.layouts import from_layout, permutation, to_layout
-from ring_jax.mesh import make_mesh
+from ring_jax.mesh import compiler_options, make_mesh
 from ring_jax.options import Schedule, supports
 from ring_jax.planner import choose_strategy, plan
 from ring_jax.reference import reference_attention
@@ -18,6 +18,7 @@ __all__ = [
     "all_gather_attention",
     "balanced_permutation",
     "choose_strategy",
+    "compiler_options",
     "dot_product_attention",
     "from_layout",
     "inspect",

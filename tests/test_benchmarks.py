@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import attention
+from benchmarks import attention, device
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -56,3 +56,25 @@ def test_what_runs():
     every = attention.plan(attention.parse(["--all", "--dtypes", "bfloat16"]))
     assert len(every) == 3 * 4 * 2
     assert {x.strategies for x in every} == {tuple(attention.STRATEGIES)}
+
+
+def test_the_device_script_on_a_cpu(tmp_path, capsys):
+    path = tmp_path / "device.json"
+    device.main(["--tiny", "--limit", "600", "--json", str(path)])
+    found, printed = json.loads(path.read_text()), capsys.readouterr().out
+    assert found["device"] == "cpu" and found["jax"] and found["left_out"] == []
+    rows = {part: [x for x in found["rows"] if x["part"] == part] for part in device.PARTS}
+    assert all(f"\n{part}\n" in printed and rows[part] for part in rows)
+    assert {(x["mask"], x["kernel"]) for x in rows["errors"]} == {
+        (mask, kernel) for mask in device.MASKS for kernel in ("pallas_gpu", "xla")
+    }
+    for row in rows["errors"]:
+        assert max(row[name] for name in ("out", "dq", "dk", "dv")) < 0.01
+        assert row["mask"] not in ("causal", "full") or max(row[f"{x}_over_jax_nn"] for x in ("out", "dq")) < 1.5
+    assert all(min(row["forward_share"], row["forward_backward_share"]) > 0 for row in rows["ring"])
+
+
+def test_the_device_script_names_what_it_needs(capsys):
+    with pytest.raises(SystemExit):
+        device.main([])
+    assert "use --tiny here" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from models.dropout import fold, row_words
 from models.sharding import RULES
 from ring_jax import layouts
 from ring_jax.dropout import as_words
+from ring_jax.mesh import compiler_options
 from train.config import MESH_AXES, TrainConfig
 from train.loss import DROPOUT, Batch, Sums, evaluation_sums, loss_sums, targets_name
 from train.optimizer import make_optimizer, make_schedule
@@ -113,6 +114,7 @@ def make_train_step(
         donate_argnums=0,
         in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)),
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        compiler_options=compiler_options(mesh),
     )
 
 
