@@ -45,7 +45,7 @@ def as_words(seed: Any) -> UInt32[Array, "2"] | UInt32[Array, "B 2"]:
 
 
 def query_words(
-    seed: UInt32[Array, "2"] | UInt32[Array, "B 2"],
+    seed: UInt32[Array, "2"] | UInt32[Array, "seeds 2"],
     rows: Int[Array, " B"],
     heads: Int[Array, " N"],
     positions: Int[Array, "R T"],

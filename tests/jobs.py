@@ -13,6 +13,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tests" / "tiny_run.py")
+PATIENCE = int(os.environ.get("TEST_PATIENCE", "1"))
+"""What time limits of real processes are multiplied with: more than 1 on a machine that does other work."""
 
 
 class Job:
@@ -49,13 +51,13 @@ class Job:
 
     def wait(self, *members: int, timeout: float) -> list[int]:
         """Exit codes of these processes, all of them by default; fails when they have not ended in time."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE * timeout
         chosen = members or range(len(self.processes))
         return [self.processes[process].wait(max(0.1, deadline - time.monotonic())) for process in chosen]
 
     def wait_for_step(self, step: int, *, timeout: float) -> None:
         """Return when the metrics have this step."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE * timeout
         while len(rows(self.run_dir)) < step:
             assert all(process.poll() is None for process in self.processes), self.output()
             assert time.monotonic() < deadline, self.output()

@@ -9,12 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from jobs import ROOT, TINY, Job, environment, losses
+from jobs import PATIENCE, ROOT, TINY, Job, environment, losses
 from tiny_run import write_text
 
 from train.watchdog import LOST, Judge, Sign
 
-QUICK = ["--distributed.heartbeat-timeout", 4, "--distributed.start-timeout", 60]
+QUICK = ["--distributed.heartbeat-timeout", 6 * PATIENCE, "--distributed.start-timeout", 60 * PATIENCE]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def run_one(text, run_dir, *more):
     ]
     command += ["--mesh.data", 2, *more]
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+        list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240 * PATIENCE
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -224,7 +224,7 @@ def patched_job(tmp_path, text, *more, victim, action, later="pass", num_process
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_stalls_is_named(text, tmp_path, victim):
-    more = ["--distributed.stall-timeout", 25]
+    more = ["--distributed.stall-timeout", 30 * PATIENCE]
     with patched_job(tmp_path, text, *more, victim=victim, action="data = (time.sleep(1000) for _ in [1])") as two:
         assert two.wait(timeout=120) == [LOST] * 2, two.output()
         for process in range(2):
@@ -266,7 +266,7 @@ LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resourc
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["0", "1", "all"])
 def test_a_store_that_fails_for_some_time_costs_checkpoints_and_not_the_job(text, tmp_path, victim):
-    more = ["--num-steps", 30, "--checkpoint.every", 2, "--distributed.stall-timeout", 60]
+    more = ["--num-steps", 30, "--checkpoint.every", 2, "--distributed.stall-timeout", 60 * PATIENCE]
     disk = {"action": LIMIT.format(12_000), "later": LIMIT.format("resource.RLIM_INFINITY")}
     with patched_job(tmp_path, text, *more, victim=victim, **disk) as two:
         assert two.wait(timeout=240) == [0, 0], two.output()

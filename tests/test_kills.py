@@ -8,11 +8,11 @@ import sys
 import time
 
 import pytest
-from jobs import ROOT, TINY, environment, losses
+from jobs import PATIENCE, ROOT, TINY, environment, losses
 from tiny_run import write_text
 
 NUM_STEPS = 30
-WAIT = 600  # seconds for what takes 10 on an idle machine
+WAIT = 240 * PATIENCE  # seconds for what takes 10 on an idle machine
 
 
 def command(text, run_dir, *more):

@@ -68,7 +68,7 @@ def test_every_part_of_the_key_counts():
 
 def test_dropout_needs_a_seed_and_a_rate():
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
-    call = jax.jit(lambda model, seed: model(tokens, dropout_seed=seed))
+    call = jax.jit(lambda model, seed: model(jnp.asarray(tokens), dropout_seed=seed))
     plain, model = run(make_model(), tokens), make_model(**DROPPING)
     np.testing.assert_array_equal(run(model, tokens), plain)
     first = call(model, 3)
@@ -76,7 +76,7 @@ def test_dropout_needs_a_seed_and_a_rate():
     for other in (call(model, 4), *(call(make_model(**{name: RATE}), 3) for name in DROPPING)):
         assert np.abs(other - first).max() > 0.1 and np.abs(other - plain).max() > 0.1
     with pytest.raises(ValueError, match=r"the seed has shape \[2, 2\]"):
-        model(tokens, dropout_seed=np.zeros((2, 2), np.uint32))
+        model(jnp.asarray(tokens), dropout_seed=np.zeros((2, 2), np.uint32))
 
 
 def test_default_positions_give_the_same_set_on_shards():

@@ -29,8 +29,8 @@ def backward_block(
 ) -> Gradients:
     """Add one block's part to the gradients of queries and keys."""
     _, batch, kv_heads, group, _, head = queries.query.shape
-    t, s = tiles
-    work = parts.work_list(queries, keys, scores.rules, tiles, by_key=True)
+    t, s = parts.fit_tiles(queries, keys, tiles)
+    work = parts.work_list(queries, keys, scores.rules, (t, s), by_key=True)
     rows = parts.token_rows(queries.tokens, keys.tokens, scores.rules)
     spec = parts.specs(work, {"o": s, "i": t})
     ins = [
@@ -97,18 +97,21 @@ def _kernel(work: parts.Work, scores: Scores, has_segments: bool, head: int, cod
     def add(is_masked: bool) -> None:
         k, v, dtype = finite[...], kv[:, head:], kv.dtype
         mask = parts.visible(query_rows, key_rows, scores.rules, has_segments) if is_masked else None
-        for g in range(query.shape[0]):
+
+        def head_of(g: Any) -> None:
+            here = pl.ds(g, 1)
             capped = parts.cap(parts.dot(k, query[g], (1, 1), dtype) * scores.scale, scores)
             s = capped if mask is None else jnp.where(mask, capped, -jnp.inf)
-            p = jnp.exp(s - lse[g : g + 1])
-            ds = p * (parts.dot(v, dout[g], (1, 1), dtype) - delta[g : g + 1])
+            p = jnp.exp(s - lse[here])
+            ds = p * (parts.dot(v, dout[g], (1, 1), dtype) - delta[here])
             ds = parts.uncap(ds, capped, scores)
-            dkv[:, head:] += parts.dot(p, dout[g], (1, 0), dtype)
+            dkv[:, head:] += parts.dot(p.astype(dtype), dout[g], (1, 0), dtype)
             dkv[:, :head] += parts.dot(ds, query[g], (1, 0), dtype) * scores.scale
             part = (parts.dot(turned[...], ds, (1, 0), dtype) * scores.scale).T
-            if g == 0:
-                read(step).wait()
+            pl.when(g == 0)(lambda: read(step).wait())
             sums[slot, g] += part
+
+        parts.for_heads(query.shape[0], head_of)
 
     @pl.when(kind != parts.NOTHING)
     def _():

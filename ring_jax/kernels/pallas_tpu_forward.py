@@ -21,8 +21,8 @@ def forward_block(
 ) -> Carry:
     """Fold one block of keys and values into the softmax state of every query."""
     _, batch, kv_heads, group, _, head = queries.query.shape
-    width, (t, s) = keys.kv.shape[-1], tiles
-    work = parts.work_list(queries, keys, scores.rules, tiles, by_key=False)
+    width, (t, s) = keys.kv.shape[-1], parts.fit_tiles(queries, keys, tiles)
+    work = parts.work_list(queries, keys, scores.rules, (t, s), by_key=False)
     rows = parts.token_rows(queries.tokens, keys.tokens, scores.rules)
 
     spec = parts.specs(work, {"o": t, "i": s})
@@ -58,34 +58,42 @@ def _kernel(work: parts.Work, scores: Scores, has_segments: bool, codes: Any, *r
     out, maximum, total, turned = refs[-4:]
     query_rows, key_rows = token_refs or (None, None)
     step = pl.program_id(2)
-    group, head = query.shape[0], query.shape[2]
+    head, for_each = query.shape[2], functools.partial(parts.for_heads, query.shape[0])
     first, last = work.ends(codes, step)
     kind = work.kind(codes[step])
+
+    def begin(g: Any) -> None:
+        turned[g] = out_in[g].T
+
+    def finish(g: Any) -> None:
+        out[g] = turned[g].T
 
     @pl.when(first)
     def _():
         maximum[...], total[...] = maximum_in[...], total_in[...]
-        for g in range(group):
-            turned[g] = out_in[g].T
+        for_each(begin)
 
     def fold(is_masked: bool) -> None:
         k, v = kv[:, :head], kv[:, head:].T
         mask = parts.visible(query_rows, key_rows, scores.rules, has_segments) if is_masked else None
-        for g in range(group):
+
+        def head_of(g: Any) -> None:
+            here = pl.ds(g, 1)
             s = parts.cap(parts.dot(k, query[g], (1, 1), k.dtype) * scores.scale, scores)
             s = s if mask is None else jnp.where(mask, s, -jnp.inf)
-            before = maximum[g : g + 1]
+            before = maximum[here]
             now = jnp.maximum(before, s.max(0, keepdims=True))
             p = jnp.exp(s - now)
             rescale = jnp.exp(before - now)
-            maximum[g : g + 1] = now
-            total[g : g + 1] = total[g : g + 1] * rescale + p.sum(0, keepdims=True)
-            turned[g] = turned[g] * rescale + parts.dot(v, p, (1, 0), v.dtype)
+            maximum[here] = now
+            total[here] = total[here] * rescale + p.sum(0, keepdims=True)
+            turned[g] = turned[g] * rescale + parts.dot(v, p.astype(v.dtype), (1, 0), v.dtype)
+
+        for_each(head_of)
 
     pl.when(kind == parts.MASKED)(functools.partial(fold, True))
     pl.when(kind == parts.WHOLE)(functools.partial(fold, False))
 
     @pl.when(last)
     def _():
-        for g in range(group):
-            out[g] = turned[g].T
+        for_each(finish)

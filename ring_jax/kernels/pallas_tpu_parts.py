@@ -28,8 +28,11 @@ _KIND_BITS = 2
 VMEM_BYTES = 48 * 2**20
 """What a kernel may take of the vector memory (64 MiB on v7x, 128 MiB on v5e and v6e)."""
 
-MOST_PAIRS = 2**16
-"""Codes of one list: 256 KiB of the scalar memory."""
+MOST_PAIRS = 2**17
+"""Codes of one list: 512 KiB of the scalar memory."""
+
+MOST_ROWS, MOST_UNROLLED = 2048, 8
+"""Queries of all heads in one tile; heads of a key/value head whose work is written out, for the scheduler to mix."""
 
 
 class Work(NamedTuple):
@@ -58,17 +61,36 @@ class Work(NamedTuple):
         return (step == 0) | (here >> shift != before >> shift), here >> shift != behind >> shift
 
 
-def code_bits(rows: int, num_tiles: tuple[int, int]) -> int:
-    """Bits of the largest code."""
-    return sum((n - 1).bit_length() for n in (rows, *num_tiles)) + _KIND_BITS
+def fit_tiles(queries: Queries, keys: Keys, tiles: tuple[int, int]) -> tuple[int, int]:
+    """Tiles for all query heads of a key/value head at once: fewer queries each where there are many heads."""
+    t, s = tiles
+    rows, _, _, group, length, _ = queries.query.shape
+    num_keys = keys.kv.shape[3]
+    for n, size in ((length, t), (num_keys, s)):
+        if n % size:
+            raise ValueError(f"tile_size={size} must divide the {n} tokens of a block; None picks one that does")
+    while group * t > MOST_ROWS and t % 256 == 0:
+        t //= 2
+    if rows * (length // t) * (num_keys // s) > MOST_PAIRS:
+        raise ValueError(
+            f"{rows} masks of {length} queries by {num_keys} keys in tiles of {t} by {s} make more than {MOST_PAIRS} "
+            'pairs of tiles; use a larger schedule.tile_size, strategy="ring", or implementation="xla"'
+        )
+    return t, s
+
+
+def for_heads(group: int, body: Callable[[Any], None]) -> None:
+    """Run ``body`` for each query head of a key/value head: written out, or as a loop where there are many."""
+    if group > MOST_UNROLLED:
+        lax.fori_loop(0, group, lambda g, _: body(g), None)
+    else:
+        for g in range(group):
+            body(g)
 
 
 def work_list(queries: Queries, keys: Keys, rules: Rules, tiles: tuple[int, int], by_key: bool) -> Work:
     """The live pairs, those of one query tile (or key tile) side by side."""
     lengths = queries.query.shape[4], keys.kv.shape[3]
-    for length, size in zip(lengths, tiles, strict=True):
-        if length % size:
-            raise ValueError(f"tile_size={size} must divide the {length} tokens of a block; None picks one that does")
     query, key = (
         masks.tile_bounds(tokens, length, size)
         for tokens, length, size in zip((queries.tokens, keys.tokens), lengths, tiles, strict=True)

@@ -1,0 +1,123 @@
+"""The ring compiled for TPUs that are not here: every hop behind a kernel or a matmul, nothing copied, working alarms.
+
+Read from the scheduled programs that libtpu makes (`ring_jax.inspect`); without libtpu these tests are skipped.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import ring_jax
+from ring_jax import pods, travel
+from ring_jax.inspection import Report
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: `make test-tpu` runs this"
+    ),
+]
+LOCAL = 8192  # blocks that lie in the chip's vector memory are scheduled otherwise, and hops of them exposed
+
+
+def report(
+    topology: str, kernel: str, backward: bool, heads: tuple[int, int] = (16, 8), head: int = 128, **keywords
+) -> Report:
+    """Causal zigzag attention in bfloat16 over all devices of a machine, compiled and read; forward and backward in
+    one program with ``backward``."""
+    devices = pods.devices(pods.find(topology))
+    mesh = ring_jax.make_mesh(sequence=len(devices), devices=devices)
+    keywords = {"is_causal": True, "layout": "zigzag", "dtype": "bfloat16"} | keywords
+    spec, dtype = jax.NamedSharding(mesh, jax.P(None, "sequence")), keywords.pop("dtype")
+    query, key = (jax.ShapeDtypeStruct((1, LOCAL * len(devices), n, head), dtype, sharding=spec) for n in heads)
+    given = {}
+    if keywords.pop("packed", False):
+        given["segment_ids"] = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32, sharding=spec)
+    attend = functools.partial(
+        ring_jax.dot_product_attention, strategy="ring", implementation=kernel, mesh=mesh, **keywords
+    )
+
+    def both(query, key, value, dout, given):
+        return jax.vjp(lambda *arrays: attend(*arrays, **given), query, key, value)[1](dout)
+
+    lowered = (
+        jax.jit(both).trace(query, key, key, query, given)
+        if backward
+        else jax.jit(lambda q, k, v, given: attend(q, k, v, **given)).trace(query, key, key, given)
+    )
+    return ring_jax.inspect(lowered.lower(lowering_platforms=("tpu",)).compile(), mesh)
+
+
+def assert_hidden(found: Report, size: int, backward: bool) -> None:
+    """N - 1 hops of K and V in each pass and N - 1 of dK and dV, all but the last of these hidden; no copies."""
+    hops = found.select("collective-permute", "sequence")
+    assert found.count() == sum(x.runs for x in hops) == (3 if backward else 1) * (size - 1)
+    exposed = [x for x in hops if not x.hidden and travel.HOMECOMING not in x.scope]
+    assert not exposed, f"exposed: {exposed}"
+    assert sum(x.runs for x in hops if travel.HOMECOMING in x.scope) == backward
+    assert not found.copies, f"{found.copies} copies of what is sent"
+
+
+@pytest.mark.parametrize(
+    ("topology", "kernel"),
+    [
+        ("v5e:2x4", "pallas_tpu"),
+        *(
+            pytest.param(topology, kernel, marks=pytest.mark.slow)
+            for topology in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+            for kernel in ("pallas_tpu", "xla")
+            if (topology, kernel) != ("v5e:2x4", "pallas_tpu")
+        ),
+    ],
+)
+def test_every_hop_is_hidden(topology: str, kernel: str):
+    found = report(topology, kernel, backward=True)
+    assert_hidden(found, 8, backward=True)
+    assert (found.kernels, bool(found.flops)) == ((16, False) if kernel == "pallas_tpu" else (0, True))
+
+
+VARIANTS = {
+    "documents, window, cap": {"packed": True, "local_window_size": (12_000, 0), "logits_soft_cap": 30.0},
+    "chunks": {"chunk_size": 20_000},
+    "float32": {"dtype": "float32"},
+    "heads of 64": {"head": 64},
+    "heads of 256": {"head": 256, "heads": (8, 4)},
+    "one key head": {"heads": (32, 1)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_compiles_and_is_hidden(name: str):
+    found = report("v5e:2x4", "pallas_tpu", True, **VARIANTS[name])
+    exposed = [x for x in found.select("collective-permute") if not x.hidden and travel.HOMECOMING not in x.scope]
+    assert not [x for x in exposed if x.dtype != "s32"], exposed  # segment ids are a few kilobytes
+    assert found.kernels
+
+
+def test_a_ring_in_series_is_caught(monkeypatch):
+    """A hop that waits for the step before it: the right result, and all the time of the transfers on top."""
+
+    def walk(grid, plan, two_directions, attend, carry, blocks):
+        for offset in plan[0]:
+            blocks = grid.hop(blocks, (0, min(offset, 1)))
+            carry, blocks = lax.optimization_barrier((attend(carry, blocks, 0, jnp.array([offset])), blocks))
+        return carry
+
+    monkeypatch.setattr(travel, "walk", walk)
+    found = report("v5e:2x2", "pallas_tpu", False)
+    with pytest.raises(AssertionError, match="exposed"):
+        assert_hidden(found, 4, backward=False)
+
+
+def test_copies_are_caught(monkeypatch):
+    """One step a trip of the loop: the block is copied at every step."""
+    monkeypatch.setattr(travel, "_steps_a_trip", lambda: 1)
+    found = report("v5e:2x2", "pallas_tpu", False)
+    with pytest.raises(AssertionError, match="3 copies"):
+        assert_hidden(found, 4, backward=False)
