@@ -5,6 +5,7 @@ A kernel is added to `KERNELS`. Tiles are small here, so that a block has severa
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import option_cases
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from option_cases import assert_matches, error, mesh_call, run
 from option_inputs import Options, arrays
 
 from ring_jax import masks
-from ring_jax.kernels import interpret, pallas_tpu_parts
-from ring_jax.kernels.tiles import Keys, Queries
+from ring_jax.kernels import interpret, pallas_tpu, pallas_tpu_parts, registry, xla
+from ring_jax.kernels.protocol import Call, Cotangents, Gradients
+from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
 from ring_jax.masks import Rules, Tokens
 
 KERNELS = ("pallas_tpu", "pallas_gpu")
@@ -195,3 +198,65 @@ def test_whole_tiles_hide_nothing(seed: int, rules: Rules):
     every = shown.reshape(len(shown), 8, 4, 8, 4).all((2, 4))
     assert not (whole & ~every).any()
     assert (whole == every).mean() > 0.9
+
+
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+def test_tpu_copies_of_dq_are_in_order(mode: str):
+    """The backward kernel on a simulated TPU memory: copies run at once, or at the last moment; races are detected."""
+    rng = np.random.default_rng(0)
+    q, dout = (jnp.asarray(rng.normal(size=(1, 1, 1, 2, 32, 8)), jnp.float32) for _ in range(2))
+    kv = jnp.asarray(rng.normal(size=(1, 1, 1, 32, 16)), jnp.float32)
+    lse, delta = (jnp.asarray(rng.normal(size=(1, 1, 1, 2, 32)), jnp.float32) for _ in range(2))
+    tokens, scores = Tokens(jnp.arange(32, dtype=jnp.int32)[None], None), Scores(0.5, rules=Rules(is_causal=True))
+    sums, cotangents = Gradients(q, kv, None, ()), Cotangents(dout, lse + 4, delta, None)
+    given = sums, Queries(q, tokens), cotangents, Keys(kv, tokens), Pairs(), scores, (8, 8)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)):
+        got = pallas_tpu.backward_block(*given)
+        jax.block_until_ready(got)
+    want = xla.backward_block(*given)
+    np.testing.assert_allclose(got.query, want.query, atol=2e-5)
+    np.testing.assert_allclose(got.keys, want.keys, atol=2e-5)
+
+
+CALL = Call(
+    **{"platform": "tpu", "device_kind": "TPU v5 lite", "dtype": jnp.dtype("bfloat16"), "head_sizes": (128, 128)},
+    **{"lengths": (8192, 8192), "scores": Scores(1.0), "layout": "zigzag", "default_positions": True},
+    **{"has_segments": False, "has_bias": False, "has_mask": False, "strategy": "ring"},
+    **{"two_directions": False, "tile_size": None, "return_lse": True},
+)
+REFUSED = {
+    "no bias": {"has_bias": True},
+    "no mask$": {"has_mask": True},
+    "no mask_fn": {"scores": Scores(1.0, rules=Rules(mask_fn=lambda *x: x[0] >= x[1]))},
+    "no score_fn": {"scores": Scores(1.0, score_fn=lambda s, *_: s)},
+    "no dropout_rate": {"scores": Scores(1.0, dropout_rate=0.1)},
+    "not in float16": {"dtype": jnp.dtype("float16")},
+    "a block of 8200 tokens is no multiple of 128; pad": {"lengths": (8192, 8200)},
+    "a block of 64 tokens": {"lengths": (128, 128), "two_directions": True},
+    "tile_size=100 must be a multiple of 128": {"tile_size": 100},
+    "tile_size=384 must be .* divides the 8192 tokens": {"tile_size": 384},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_tpu_refusals(reason: str):
+    """What the kernel lacks goes to the one that has it, with the reason; asked for by name it raises with both."""
+    call = CALL._replace(**REFUSED[reason])
+    chosen = registry.choose(None, call)
+    assert chosen.name == "xla" and re.search(reason, chosen.passed_over[0])
+    with pytest.raises(NotImplementedError, match=f"{reason}.*use implementation='xla'".replace("$", "")):
+        registry.choose("pallas_tpu", call)
+
+
+def test_tpu_kernel_is_chosen_on_tpu_and_refused_elsewhere():
+    assert registry.choose(None, CALL) == registry.choose("pallas_tpu", CALL) == ("pallas_tpu", ())
+    here = CALL._replace(platform="cpu", device_kind="cpu")
+    with pytest.raises(NotImplementedError, match=r"pallas_tpu.*these devices are cpu.*use implementation='xla'"):
+        registry.choose("pallas_tpu", here)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "tile"), [(8192, 4096, 512), (768, 384, 384), (640, 320, 128), (24, 12, 24)]
+)
+def test_tpu_tiles(length: int, chunk: int, tile: int):
+    assert pallas_tpu.tile_size(length, chunk) == tile

@@ -53,7 +53,11 @@ def refuses(call: Call) -> str | None:
         return None
     if call.platform != "tpu":
         return f"it runs on TPU, not on {call.platform}, but for ring_jax.kernels.interpret"
-    for length in call.lengths:
+    lengths = call.lengths[0], call.lengths[1] // (1 + call.two_directions)
+    for length in lengths:
         if length % LANES:
-            return f"{length} tokens on a device are no multiple of {LANES}; pad the sequence"
+            return f"a block of {length} tokens is no multiple of {LANES}; pad the sequence"
+        if call.tile_size is not None and (call.tile_size % LANES or length % min(call.tile_size, length)):
+            rule = f"a multiple of {LANES} that divides the {length} tokens of a block"
+            return f"tile_size={call.tile_size} must be {rule}"
     return None
