@@ -73,7 +73,7 @@ def _refuses_causal(call: Call) -> str | None:
 
 
 def tile_size(length: int, chunk: int, num_heads: int = 1) -> int:
-    """A run of consecutive positions: cuDNN chooses its own tiles, and `blocks` asks for the runs."""
+    """A run of consecutive positions: cuDNN chooses its own tiles; `_choose` asks for the runs."""
     return chunk
 
 
