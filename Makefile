@@ -42,7 +42,7 @@ test-oldest: ## Run the tests on the oldest JAX that is supported, in .venv-olde
 
 test-tpu: VENV = .venv-tpu
 test-tpu: setup-tpu ## Run the tests that compile for a TPU, without one, in .venv-tpu
-	$(PYTEST) -m tpu $(ARGS)
+	$(PYTEST) -m "tpu and not slow" $(ARGS)
 
 lint: setup ## Check style, format, types and the direction of the imports
 	$(PY) -m ruff check

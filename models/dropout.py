@@ -50,8 +50,8 @@ def fold(words: UInt32[Array, "*n 2"], number: Array | int) -> UInt32[Array, "*m
 def drop_tokens(
     x: Float[Array, "B t D"],
     words: UInt32[Array, "B 2"] | None,
-    positions: Int[Array, "*B T"],
-    segment_ids: Int[Array, "*B T"] | None,
+    positions: Int[Array, "... T"],
+    segment_ids: Int[Array, "... T"] | None,
     rate: float,
 ) -> Float[Array, "B t D"]:
     """Each number 0 with chance ``rate``, else divided by 1 - rate.

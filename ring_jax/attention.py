@@ -238,9 +238,9 @@ def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
 
 
 def _sum_shared(shards: Shards, x: Array, spec: jax.P) -> Array:
-    """A gradient summed over the devices that share its array: over the axes that do not cut it."""
+    """A gradient summed over the devices that share its array: over the axes that cut the call, but not this array."""
     cut = {name for axes in spec if axes is not None for name in ((axes,) if isinstance(axes, str) else axes)}
-    shared = tuple(name for name in shards.names if name not in cut)
+    shared = tuple(name for name in (*shards.batch, *shards.heads, *shards.sequence) if name not in cut)
     return jax.lax.psum(x, shared) if shared else x
 
 

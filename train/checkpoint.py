@@ -275,9 +275,13 @@ def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> 
 
 def _with_defaults(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     """A saved configuration with the fields that its version did not have: their defaults are what it did."""
-    plain = {field.name: field.default for field in dataclasses.fields(config.model)}
     known = to_json(TrainConfig(model=config.model))
-    known["model"] = {name: value for name, value in plain.items() if value is not dataclasses.MISSING}
+    for field in dataclasses.fields(config.model):
+        if field.default is dataclasses.MISSING:
+            del known["model"][field.name]
+        else:
+            is_group = dataclasses.is_dataclass(field.default)
+            known["model"][field.name] = dataclasses.asdict(field.default) if is_group else field.default
 
     def fill(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         both = {name: fill(old[name], new[name]) for name in new if isinstance(old.get(name), dict)}
