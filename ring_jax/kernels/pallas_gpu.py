@@ -2,9 +2,9 @@
 
 Three programs: the forward pass and dq go over query tiles, dk and dv over key tiles. Each reads its part of what came
 before (o, m, l, or a gradient's sum) and writes it back in place, so that nothing is merged outside. Scores, statistics
-and accumulators are float32. For half precision probabilities are rounded to it before a product, and gradients of
-scores are split into two such numbers: rounded to one they would make the error of dq up to 2.5 times that of
-`jax.nn.dot_product_attention`. float32 inputs are multiplied in full float32.
+and accumulators are float32. For half precision, probabilities before the product with V and gradients of scores are
+split into two such numbers: rounded to one they would make the error of dq up to 2.5 times that of
+`jax.nn.dot_product_attention`, that of out 1.5 times in some rings. float32 inputs are multiplied in full float32.
 
 Which tiles are live is decided by `masks.tile_live` and listed before the kernel starts; dead tiles are not visited,
 and tiles in which every query sees every key come first and are not masked. Were a tile listed as whole that is not,

@@ -129,7 +129,7 @@ def forward_kernel(
         new = jnp.maximum(top, s.max(1))
         p, rescale = jnp.exp(s - new[:, None]), jnp.exp(top - new)
         v = [kv[rows, pl.ds(*piece)] for piece in plan.value_pieces]
-        sums = tuple(x * rescale[:, None] + _dot(plan, p, y) for x, y in zip(sums, v, strict=True))
+        sums = tuple(x * rescale[:, None] + _fine_dot(plan, p, y) for x, y in zip(sums, v, strict=True))
         return sums, new, weight * rescale + p.sum(1)
 
     columns = [pl.ds(start - plan.heads[0], width) for start, width in plan.value_pieces]
