@@ -11,12 +11,12 @@ Compiled for twice as many v5p chips (data 8) and for 128 chips of tpu7x: docs/r
 
 import dataclasses
 
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
 from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchConfig
 
 
 def model() -> ModelConfig:
-    """Sizes of Llama 3.1 70B. A longer context than it was trained on takes a larger rope_theta."""
+    """Sizes of Llama 3.1 70B. It was made for 131,072 tokens, by scaling its rotary frequencies."""
     return ModelConfig(
         vocab_size=128_256,
         num_layers=80,
@@ -26,6 +26,7 @@ def model() -> ModelConfig:
         head_dim=128,
         mlp_dim=28_672,
         rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=8.0),
         norm_eps=1e-5,
         compute_dtype="bfloat16",
     )

@@ -11,15 +11,16 @@ Parameters: 70.6 billion. Tokens: 1,048,576 a step, one row. Of the 4,540 GFLOP 
 import dataclasses
 
 from configs import llama3_70b_128k
+from models.config import RopeScaling
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def config() -> TrainConfig:
-    """The 128k preset with a longer row; public models of this length take a rope_theta of billions."""
+    """The 128k preset with a longer row; public models of this length take a rope_theta of billions, unscaled."""
     shorter = llama3_70b_128k.config()
     return dataclasses.replace(
         shorter,
-        model=dataclasses.replace(shorter.model, rope_theta=3.6e9),
+        model=dataclasses.replace(shorter.model, rope_theta=3.6e9, rope_scaling=RopeScaling()),
         mesh=MeshConfig(tensor=8, sequence=64),
         data=DataConfig(seq_len=1_048_576, batch_size=1),
         optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate_ratio=0.1, warmup_steps=50),

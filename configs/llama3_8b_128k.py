@@ -12,12 +12,12 @@ Parameters: 8.03 billion. Tokens: 1,048,576 a step, 8 rows.
 
 import dataclasses
 
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
 from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchConfig
 
 
 def model() -> ModelConfig:
-    """Sizes of Llama 3.1 8B. A longer context than it was trained on takes a larger rope_theta."""
+    """Sizes of Llama 3.1 8B. It was made for 131,072 tokens, by scaling its rotary frequencies."""
     return ModelConfig(
         vocab_size=128_256,
         num_layers=32,
@@ -27,6 +27,7 @@ def model() -> ModelConfig:
         head_dim=128,
         mlp_dim=14_336,
         rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=8.0),
         norm_eps=1e-5,
         compute_dtype="bfloat16",
     )

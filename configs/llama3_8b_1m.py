@@ -14,15 +14,16 @@ Compiled for these chips and for 8 hosts of H200: docs/rehearsals.md.
 import dataclasses
 
 from configs import llama3_8b_128k
+from models.config import RopeScaling
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def config() -> TrainConfig:
-    """The 128k preset with a longer row; public models of this length take a rope_theta of billions."""
+    """The 128k preset with a longer row; public models of this length take a rope_theta of billions, unscaled."""
     shorter = llama3_8b_128k.config()
     return dataclasses.replace(
         shorter,
-        model=dataclasses.replace(shorter.model, rope_theta=3.6e9),
+        model=dataclasses.replace(shorter.model, rope_theta=3.6e9, rope_scaling=RopeScaling()),
         mesh=MeshConfig(tensor=4, sequence=32),
         data=DataConfig(seq_len=1_048_576, batch_size=1),
         optimizer=OptimizerConfig(learning_rate=2e-5, min_learning_rate_ratio=0.1, warmup_steps=50),

@@ -9,7 +9,6 @@ would use. A program can so be checked for memory, collectives and schedule befo
 """
 
 import collections
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-GB = 1e9
+from ring_jax.hardware import parse_topology
 
 
 class MissingCompilerError(RuntimeError):
@@ -46,36 +45,15 @@ class Pod(NamedTuple):
     network_bytes: float | None = None
 
 
-class _Tpu(NamedTuple):
-    kind: str
-    sides: int
-    example: str
-    cores: int = 1  # devices of a chip
-    chip_config: str | None = None  # how libtpu makes a chip of two cores one device
-
-
 class _Gpu(NamedTuple):
-    """Public figures of the vendor's data sheet."""
+    """What XLA is told of a GPU; public figures of the vendor's data sheet."""
 
-    kind: str
     hbm_bytes: int
     hbm_bytes_a_second: float
-    network_bytes: float = 50 * GB  # one 400 Gbit/s adapter for each GPU
 
 
-_TPUS = {
-    "v4": _Tpu("TPU v4", 3, "v4:4x4x4", chip_config="megacore"),
-    "v5e": _Tpu("TPU v5 lite", 2, "v5e:16x16"),
-    "v5p": _Tpu("TPU v5p", 3, "v5p:4x4x8"),
-    "v6e": _Tpu("TPU v6 lite", 2, "v6e:16x16"),
-    "tpu7x": _Tpu("TPU7x", 3, "tpu7x:4x4x4", cores=2),
-}
-_GPUS = {
-    "h100": _Gpu("NVIDIA H100", 80 * 2**30, 3.35e12),
-    "h200": _Gpu("NVIDIA H200", 140 * 2**30, 4.8e12),
-}
-KNOWN = (*(tpu.example for tpu in _TPUS.values()), "h100x8", "h200x8x16", "cpu:8")
-"""A name of each kind; other sizes are written alike."""
+_GPUS = {"h100": _Gpu(80 * 2**30, 3.35e12), "h200": _Gpu(140 * 2**30, 4.8e12)}
+"""GPUs that can be compiled for. The planner knows more (`hardware.HARDWARE`)."""
 
 # What libtpu would otherwise ask the machine that it takes itself to be on.
 _LIBTPU_ENVIRONMENT = {
@@ -124,31 +102,22 @@ def find(name: str) -> Pod:
       >>> find("v5p:4x4x8").num_devices, find("h200x8x16").shape
       (128, (16, 8))
     """
-    family, sizes = _split(name)
-    if family in _TPUS and len(sizes) == _TPUS[family].sides:
-        tpu = _TPUS[family]
-        return Pod(name, "tpu", tpu.kind, sizes, tpu.cores * math.prod(sizes))
-    if family in _GPUS and len(sizes) in (1, 2):
-        gpu, hosts = _GPUS[family], (*sizes, 1)[1]
-        return Pod(name, "gpu", gpu.kind, (hosts, sizes[0]), math.prod(sizes), gpu.network_bytes)
-    if family == "cpu" and len(sizes) == 1:
-        return Pod(name, "cpu", "cpu", sizes, sizes[0])
-    why = "is not known"
-    if family in _TPUS:
-        why = f"must have {_TPUS[family].sides} sizes, as in {_TPUS[family].example}"
-    elif family in _GPUS:
-        why = f"must be GPUs of a host x hosts, as in {family}x8x16"
-    raise ValueError(f"topology {name!r} {why}; known, of any size: {', '.join(KNOWN)}")
-
-
-def _split(name: str) -> tuple[str, tuple[int, ...]]:
-    """("v5p", (4, 4, 8)) of "v5p:4x4x8"; ("h200", (8, 16)) of "h200x8x16"; no sizes where there are none above 0."""
-    found = re.fullmatch(r"(cpu|v\d\w|tpu\w+):([\dx]+)|(\w\d+)x([\dx]+)", name)
-    plain = re.fullmatch(r"v4:([\dx]+)", name)
-    family, sizes = ("v4", plain[1]) if plain else (found[1] or found[3], found[2] or found[4]) if found else (name, "")
-    parts = sizes.split("x")
-    good = all(part.isdigit() and int(part) > 0 for part in parts)
-    return family, tuple(int(part) for part in parts) if good else ()
+    simulated = re.fullmatch(r"cpu:([1-9]\d*)", name)
+    if simulated:
+        return Pod(name, "cpu", "cpu", (int(simulated[1]),), int(simulated[1]))
+    try:
+        topology = parse_topology(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; simulated devices as cpu:8") from None
+    hardware, count = topology.hardware, topology.num_devices
+    if topology.platform == "tpu":
+        return Pod(topology.name, "tpu", topology.device_kind, topology.shape, count)
+    if hardware.name not in _GPUS:
+        raise ValueError(
+            f"topology {name!r} cannot be compiled for: of GPUs, only {' and '.join(_GPUS)} are described to the "
+            f"compiler; rehearse one of them, or plan for {hardware.name} by closed forms (python -m train plan)"
+        )
+    return Pod(topology.name, "gpu", topology.device_kind, topology.shape, count, hardware.network_bytes)
 
 
 def devices(pod: Pod) -> list[jax.Device]:
@@ -164,8 +133,8 @@ def devices(pod: Pod) -> list[jax.Device]:
         if pod.platform == "tpu":
             for name, value in _LIBTPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-            config = _TPUS[pod.name.split(":")[0]].chip_config
-            options = {"chip_config_name": config} if config else {}
+            # Of v4 a chip of two cores is one device only when libtpu is told so.
+            options = {"chip_config_name": "megacore"} if pod.name.startswith("v4:") else {}
             found = topologies.get_topology_desc(pod.name, "tpu", **options).devices
         else:
             hosts, each = pod.shape
@@ -205,7 +174,7 @@ def _simulated(pod: Pod) -> list[jax.Device]:
 def target_config(pod: Pod) -> str:
     """What XLA must know of a GPU to compile for it, as a text proto."""
     gpu = _GPUS[pod.name.split("x")[0]]
-    return _HOPPER.format(kind=gpu.kind, memory=gpu.hbm_bytes, bandwidth=gpu.hbm_bytes_a_second)
+    return _HOPPER.format(kind=pod.kind, memory=gpu.hbm_bytes, bandwidth=gpu.hbm_bytes_a_second)
 
 
 def crosses_hosts(mesh: Mesh, axis: str) -> bool:

@@ -161,13 +161,26 @@ def _scan(step, state, table: Array):
 
 def _steps_a_trip() -> int:
     """On accelerators two: what leaves in one buffer arrives in the other. With one, XLA copies each block before it is
-    sent, because the loop writes what arrives to where the kernel still reads (docs/kernels.md, "Hops")."""
+    sent, because the loop writes what arrives to where the kernel still reads (docs/kernels.md)."""
     return 1 if target().platform == "cpu" else 2
 
 
 def _in_order(state: Any) -> Any:
-    """Tie a step's hops to the step before it, where the compiler would send them all first: on GPU."""
-    return lax.optimization_barrier(state) if target().platform == "gpu" else state
+    """Tie a step to the one before it: ``(sums, blocks, ...)``.
+
+    A GPU's compiler would send all hops first, so everything is tied. A TPU's would wait for the tokens of a block, to
+    make the list of tiles of the next step before the kernel of this one; that alone is tied there: with keys and
+    gradients tied, too, their hops land between two kernels.
+    """
+    platform = target().platform
+    if platform == "gpu":
+        return lax.optimization_barrier(state)
+    if platform == "tpu":
+        leaves, tree = jax.tree.flatten(state[1:])
+        tokens = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.integer)}
+        sums, tokens = lax.optimization_barrier((state[0], tokens))
+        return sums, *jax.tree.unflatten(tree, [tokens.get(i, x) for i, x in enumerate(leaves)])
+    return state
 
 
 def _hop(grid: Grid, blocks: Blocks, move: tuple[int, ...]) -> Blocks:

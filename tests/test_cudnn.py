@@ -106,6 +106,7 @@ CALL = Call(
     return_lse=True,
 )
 REFUSED = {
+    "AMD Instinct MI300X has no cuDNN": {"device_kind": "AMD Instinct MI300X"},
     "bfloat16 and float16": {"dtype": "float64"},
     "at most 128 on NVIDIA A100": {"device_kind": "NVIDIA A100-SXM4-80GB", "head_sizes": (256, 256)},
     "no multiples of 8": {"head_sizes": (100, 100)},

@@ -50,8 +50,13 @@ def test_names(name, platform, shape, count):
 def test_unknown_names_list_the_known(name):
     with pytest.raises(ValueError) as caught:
         pods.find(name)
-    for part in (repr(name), *pods.KNOWN):
+    for part in (repr(name), "v5p:4x4x8", "v5e:16x16", "h100x8", "h200x8x16", "cpu:8", "tpu7x", "v4", "v6e"):
         assert part in str(caught.value)
+
+
+def test_a_gpu_that_no_compiler_knows_can_be_planned_for():
+    with pytest.raises(ValueError, match=r"'b200x8' cannot be compiled for.*only h100 and h200.*train plan"):
+        pods.find("b200x8")
 
 
 def test_gpu_target_names_the_device():
@@ -121,10 +126,10 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--topology", "v5x:4"], ["'v5x:4' is not known", "v5p:4x4x8", "h200x8x16"]),
+        (["--topology", "v5x:4"], ["unknown topology 'v5x:4'; did you mean 'v5p'?", "v5p:4x4x8", "h200x8x16"]),
         (["--topology", "v5p:2x2x1"], ["= 2 devices, but topology v5p:2x2x1 has 4", "--mesh.sequence 4"]),
         (["--topology", "cpu:2", "--data.seq-len", "66"], ["seq_len=66", "divisible by 4"]),
-        (["--topology", "cpu:0"], ["'cpu:0' is not known"]),
+        (["--topology", "cpu:0"], ["unknown topology 'cpu:0'", "cpu:8"]),
     ],
 )
 def test_refusals(capsys, argv, parts):

@@ -147,9 +147,7 @@ class Watcher:
         row: dict[str, Any] = {
             "param_norm": float(measured["param_norm"]),
             "model_flops": work,
-            "bubble": flops.pipeline_bubble(
-                self._config.mesh.pipeline, self._config.num_microbatches, self._config.repeats
-            ),
+            "bubble": float(measured["bubble"]),
             "data_wait_s": self._wait_s,
             "padding_share": counts.padding_share,
             "skipped": float(measured["skipped"]),

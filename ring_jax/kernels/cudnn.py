@@ -40,6 +40,7 @@ def refuses(call: Call) -> str | None:
     one_size = call.head_sizes[0] == call.head_sizes[1] or largest == 256
     sizes = f"head sizes {call.head_sizes[0]} and {call.head_sizes[1]}"
     reasons = (
+        (not call.device_kind.startswith(("NVIDIA", *HOPPER_AND_LATER)), f"{call.device_kind} has no cuDNN attention"),
         (jnp.dtype(call.dtype) not in map(jnp.dtype, DTYPES), f"cuDNN takes {' and '.join(DTYPES)} only"),
         (max(call.head_sizes) > largest, f"{sizes}: at most {largest} on {call.device_kind}"),
         (any(size % 8 for size in call.head_sizes), f"{sizes} are no multiples of 8"),
@@ -73,7 +74,7 @@ def _refuses_causal(call: Call) -> str | None:
 
 
 def tile_size(length: int, chunk: int, num_heads: int = 1) -> int:
-    """A run of consecutive positions: cuDNN chooses its own tiles, and `blocks` asks for the runs."""
+    """A run of consecutive positions: cuDNN chooses its own tiles; `_choose` asks for the runs."""
     return chunk
 
 
