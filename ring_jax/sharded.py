@@ -184,7 +184,7 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     first_head = manual.first_index(placement["head_axis"], inputs.query, query.shape[2])
     inputs = inputs._replace(place=Place(manual.axis_index(axis_name), first_row, first_head))
     check_local_lengths(inputs, spec, size)
-    spec = settle_kernel(spec, keywords["implementation"], inputs, target(), 1)
+    spec = settle_kernel(spec, keywords["implementation"], inputs, target(), size, is_local=True)
     # Positions are tied to the query: values that depend on positions alone would be computed once for a whole scan
     # over layers and kept, one mask for every tile.
     names = ("query", "query_tokens", "key_tokens", "query_lengths", "key_lengths", "seed", "place")
@@ -259,17 +259,21 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
     )
 
 
-def settle_kernel(spec: Spec, implementation: str | None, inputs: Inputs, target: Target, num_shards: int) -> Spec:
+def settle_kernel(
+    spec: Spec, implementation: str | None, inputs: Inputs, target: Target, num_shards: int, is_local: bool = False
+) -> Spec:
     """The spec with the kernel that computes its blocks, see `registry.choose`.
 
-    ``num_shards`` is 1 where the inputs are local. An exchange of heads makes blocks longer, never shorter.
+    ``is_local`` says that the inputs are those of one of the ``num_shards``. An exchange of heads makes blocks longer,
+    never shorter.
     """
     given = inputs.query_tokens.segment_ids, inputs.query_lengths, inputs.key_lengths, spec.real_lengths
+    cut = 1 if is_local else num_shards
     call = Call(
         *target,
         dtype=inputs.query.dtype,
         head_sizes=(inputs.query.shape[-1], inputs.value.shape[-1]),
-        lengths=(inputs.query.shape[1] // num_shards, inputs.key.shape[1] // num_shards),
+        lengths=(inputs.query.shape[1] // cut, inputs.key.shape[1] // cut),
         scores=spec.scores,
         layout=spec.layout,
         default_positions=spec.default_positions,
@@ -280,6 +284,7 @@ def settle_kernel(spec: Spec, implementation: str | None, inputs: Inputs, target
         two_directions=spec.schedule.two_directions,
         tile_size=spec.schedule.tile_size,
         return_lse=spec.return_lse,
+        num_blocks=num_shards if spec.strategy in ("ring", "usp") else 1,
     )
     return spec._replace(kernel=registry.report(registry.choose(implementation, call)))
 

@@ -141,6 +141,9 @@ def test_what_it_does_not_serve_goes_to_another_kernel(reason: str):
 
 def test_the_best_of_each_platform_and_names_of_another():
     assert registry.choose(None, CALL) == ("cudnn", ())
+    ring = registry.choose(None, CALL._replace(num_blocks=2))
+    assert ring.name == "pallas_gpu" and "errors grow with the ring" in ring.passed_over[0]
+    assert registry.choose("cudnn", CALL._replace(num_blocks=2)) == ("cudnn", ())
     assert registry.choose(None, CALL._replace(scores=Scores(1.0), strategy="all_gather", layout=None)).name == "cudnn"
     cpu = CALL._replace(platform="cpu", device_kind="cpu")
     assert registry.choose(None, cpu).name == "xla"
