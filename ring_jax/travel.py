@@ -161,7 +161,7 @@ def _scan(step, state, table: Array):
 
 def _steps_a_trip() -> int:
     """On accelerators two: what leaves in one buffer arrives in the other. With one, XLA copies each block before it is
-    sent, because the loop writes what arrives to where the kernel still reads (docs/kernels.md, "Hops")."""
+    sent, because the loop writes what arrives to where the kernel still reads (docs/kernels.md)."""
     return 1 if target().platform == "cpu" else 2
 
 

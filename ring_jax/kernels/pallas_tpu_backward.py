@@ -105,7 +105,7 @@ def _kernel(work: parts.Work, scores: Scores, has_segments: bool, head: int, cod
             p = jnp.exp(s - lse[here])
             ds = p * (parts.dot(v, dout[g], (1, 1), dtype) - delta[here])
             ds = parts.uncap(ds, capped, scores)
-            dkv[:, head:] += parts.dot(p.astype(dtype), dout[g], (1, 0), dtype)
+            dkv[:, head:] += parts.dot(p, dout[g], (1, 0), dtype)
             dkv[:, :head] += parts.dot(ds, query[g], (1, 0), dtype) * scores.scale
             part = (parts.dot(turned[...], ds, (1, 0), dtype) * scores.scale).T
             pl.when(g == 0)(lambda: read(step).wait())

@@ -87,7 +87,7 @@ def _kernel(work: parts.Work, scores: Scores, has_segments: bool, codes: Any, *r
             rescale = jnp.exp(before - now)
             maximum[here] = now
             total[here] = total[here] * rescale + p.sum(0, keepdims=True)
-            turned[g] = turned[g] * rescale + parts.dot(v, p.astype(v.dtype), (1, 0), v.dtype)
+            turned[g] = turned[g] * rescale + parts.dot(v, p, (1, 0), v.dtype)
 
         for_each(head_of)
 
