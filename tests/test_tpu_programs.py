@@ -96,11 +96,12 @@ VARIANTS = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name != PACKED else []) for name in VARIANTS]
 )
 def test_variant_compiles_and_is_hidden(name: str):
-    """Segment ids, a few kilobytes, too: the list of tiles that is made of them must not be wanted too early."""
+    """Segment ids, too, but for one hop of 32 kB after the loops of v5e: without `travel._in_order` it is most of them."""
     found = report("v5e:2x4", "pallas_tpu", True, **VARIANTS[name])
     hops = found.select("collective-permute")
-    assert not [x for x in hops if not x.hidden and travel.HOMECOMING not in x.scope]
-    assert found.kernels and (name != PACKED or "s32" in {x.dtype for x in hops})
+    exposed = [x for x in hops if not x.hidden and travel.HOMECOMING not in x.scope]
+    assert sum(x.runs for x in exposed) <= 1 and all(x.dtype == "s32" and x.bytes <= 2**15 for x in exposed), exposed
+    assert found.kernels and (name != PACKED or sum(x.runs for x in hops if x.dtype == "s32") == 14)
 
 
 def test_a_ring_in_series_is_caught(monkeypatch):
