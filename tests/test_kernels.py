@@ -238,6 +238,18 @@ REFUSED = {
 }
 
 
+def test_more_pairs_of_tiles_than_a_list_holds(monkeypatch):
+    """Then the keys of a block are taken in parts, here one tile of three after another."""
+    monkeypatch.setattr(pallas_tpu_parts, "MOST_PAIRS", 6)
+    counts, plain = [], pallas_tpu_parts.work_list
+    monkeypatch.setattr(
+        pallas_tpu_parts, "work_list", lambda *x, **y: counts.append(x[1].kv.shape[3]) or plain(*x, **y)
+    )
+    case = Options(length=24, schedule=TILES, is_causal=True, tokens="packed", seed=5)
+    assert_matches(case, attend(case, "pallas_tpu"))
+    assert counts and set(counts) == {8}, counts
+
+
 @pytest.mark.parametrize("reason", REFUSED)
 def test_tpu_refusals(reason: str):
     """What the kernel lacks goes to the one that has it, with the reason; asked for by name it raises with both."""

@@ -30,6 +30,13 @@ def backward_block(
     """Add one block's part to the gradients of queries and keys."""
     _, batch, kv_heads, group, _, head = queries.query.shape
     t, s = parts.fit_tiles(queries, keys, tiles)
+    if half := parts.split(queries, keys, (t, s)):
+        done = []
+        for first, last in ((None, half), (half, None)):
+            part = sums._replace(keys=sums.keys[:, :, :, first:last])
+            part = backward_block(part, queries, cotangents, parts.part(keys, first, last), pairs, scores, tiles)
+            sums, done = sums._replace(query=part.query), [*done, part.keys]
+        return sums._replace(keys=jnp.concatenate(done, 3))
     work = parts.work_list(queries, keys, scores.rules, (t, s), by_key=True)
     rows = parts.token_rows(queries.tokens, keys.tokens, scores.rules)
     spec = parts.specs(work, {"o": s, "i": t})

@@ -22,6 +22,10 @@ def forward_block(
     """Fold one block of keys and values into the softmax state of every query."""
     _, batch, kv_heads, group, _, head = queries.query.shape
     width, (t, s) = keys.kv.shape[-1], parts.fit_tiles(queries, keys, tiles)
+    if half := parts.split(queries, keys, (t, s)):
+        for some in (parts.part(keys, None, half), parts.part(keys, half, None)):
+            carry = forward_block(carry, queries, some, pairs, scores, tiles)
+        return carry
     work = parts.work_list(queries, keys, scores.rules, (t, s), by_key=False)
     rows = parts.token_rows(queries.tokens, keys.tokens, scores.rules)
 

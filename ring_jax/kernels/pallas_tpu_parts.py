@@ -64,19 +64,28 @@ class Work(NamedTuple):
 def fit_tiles(queries: Queries, keys: Keys, tiles: tuple[int, int]) -> tuple[int, int]:
     """Tiles for all query heads of a key/value head at once: fewer queries each where there are many heads."""
     t, s = tiles
-    rows, _, _, group, length, _ = queries.query.shape
-    num_keys = keys.kv.shape[3]
-    for n, size in ((length, t), (num_keys, s)):
+    group, length = queries.query.shape[3:5]
+    for n, size in ((length, t), (keys.kv.shape[3], s)):
         if n % size:
             raise ValueError(f"tile_size={size} must divide the {n} tokens of a block; None picks one that does")
     while group * t > MOST_ROWS and t % 256 == 0:
         t //= 2
-    if rows * (length // t) * (num_keys // s) > MOST_PAIRS:
-        raise ValueError(
-            f"{rows} masks of {length} queries by {num_keys} keys in tiles of {t} by {s} make more than {MOST_PAIRS} "
-            'pairs of tiles; use a larger schedule.tile_size, strategy="ring", or implementation="xla"'
-        )
     return t, s
+
+
+def split(queries: Queries, keys: Keys, tiles: tuple[int, int]) -> int | None:
+    """Number of keys to take first, where the pairs of all tiles would not fit one list; None where they do."""
+    t, s = tiles
+    num_tiles = keys.kv.shape[3] // s
+    if queries.query.shape[0] * (queries.query.shape[4] // t) * num_tiles <= MOST_PAIRS or num_tiles == 1:
+        return None
+    return num_tiles // 2 * s
+
+
+def part(keys: Keys, first: int | None, last: int | None) -> Keys:
+    """The keys from ``first`` on, up to ``last``."""
+    tokens = (None if x is None else x[:, first:last] for x in keys.tokens)
+    return Keys(keys.kv[:, :, :, first:last], Tokens(*tokens))
 
 
 def for_heads(group: int, body: Callable[[Any], None]) -> None:
