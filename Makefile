@@ -11,7 +11,7 @@ PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest test-tpu lint format docs rehearsals bench bench-trainer lock clean
+.PHONY: help setup setup-tpu setup-gpu quickstart test test-all test-oldest test-tpu test-gpu lint format docs rehearsals bench bench-trainer lock clean
 
 help: ## List the tasks
 	@echo 'usage: make TASK [ARGS="..."] [PYTHON=/path/to/python3.13]'
@@ -43,6 +43,10 @@ test-oldest: ## Run the tests on the oldest JAX that is supported, in .venv-olde
 test-tpu: VENV = .venv-tpu
 test-tpu: setup-tpu ## Run the tests that compile for a TPU, without one, in .venv-tpu
 	$(PYTEST) -m "tpu and not slow" $(ARGS)
+
+test-gpu: VENV = .venv-gpu
+test-gpu: setup-gpu ## Run the tests that compile for an NVIDIA GPU, without one, in .venv-gpu (3.3 GB to download)
+	$(PYTEST) -m "gpu and not slow" $(ARGS)
 
 lint: setup ## Check style, format, types and the direction of the imports
 	$(PY) -m ruff check

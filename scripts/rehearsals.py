@@ -81,7 +81,7 @@ hide behind are read from that program; step time, tokens/s and MFU are predicte
 | 0 | it fits, and every hop of the ring is hidden |
 | 2 | something that was typed is wrong, or the compiler is not installed |
 | 3 | it does not fit: the output says what would take less, most effective first |
-| 4 | it fits, and a hop of the ring is exposed: nothing is computed between its start and its done |
+| 4 | it fits, and the ring's hops are exposed: one has no work beside it, or in all they cost 1 % of the step |
 
 With `--json` the last line is one of JSON; `--dump-hlo PATH` writes the scheduled program.
 

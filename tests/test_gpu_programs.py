@@ -16,7 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 import ring_jax
 from ring_jax import inspection, pods, travel
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ hidden costs what it takes longer than the block of attention it hides behind; o
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,6 +81,9 @@ class Forecast:
     """Hops of the ring on one device in one step."""
     exposed_hops: int
     """Of them, without the last homecomings, those with no computation between start and done."""
+    exposed_ring_s: float | None
+    """What of the time of the ring's hops, without the last homecomings, is exposed: of those that are hidden, what
+    they take longer than the block of attention they hide behind."""
     homecomings: int
     """Last hops of dK and dV, one for each layer and microbatch: nothing of their layer's ring is left to hide them."""
     homecoming_s: float | None
@@ -99,6 +103,11 @@ class Forecast:
     def fits(self) -> bool:
         """Whether a device has the memory; taken to be so where its size is not known."""
         return self.memory.hbm is None or self.memory.total <= self.memory.hbm
+
+    @property
+    def waits(self) -> bool:
+        """Whether the ring's hops are exposed: one has no work beside it, or together they cost 1 % of the step."""
+        return bool(self.exposed_hops) or (self.exposed_ring_s or 0) > 0.01 * (self.step_s or math.inf)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -151,10 +160,9 @@ def forecast(config: TrainConfig, pod: Pod, mesh: Mesh, compiled: Any, state: An
         transfers=transfers,
         hops=sum(x.runs for x in hops),
         exposed_hops=sum(x.runs for x in hops if not x.hidden and not _among(x, last)),
+        exposed_ring_s=_exposed(transfers, [x for x in hops if not _among(x, last)], hardware),
         homecomings=sum(x.runs for x in last),
-        homecoming_s=None
-        if hardware is None
-        else sum(x.exposed_s or 0 for x in transfers if _among(x.collective, last)),
+        homecoming_s=_exposed(transfers, last, hardware),
         model_flops=useful,
         executed_flops=executed,
         compute_s=compute_s,
@@ -165,6 +173,12 @@ def forecast(config: TrainConfig, pod: Pod, mesh: Mesh, compiled: Any, state: An
         mfu=useful / step_s / config.mesh.num_devices / hardware.flops if step_s and hardware else None,
         efficiency=efficiency,
     )
+
+
+def _exposed(transfers: Sequence[Transfer], those: Sequence[Collective], hardware: Hardware | None) -> float | None:
+    if hardware is None:
+        return None
+    return sum(x.exposed_s or 0 for x in transfers if _among(x.collective, those))
 
 
 def executed_flops(config: TrainConfig, tokens: int, pairs: int) -> float:
@@ -330,9 +344,13 @@ def _transfer_lines(transfers: Sequence[Transfer]) -> list[str]:
 
 def _time_lines(found: Forecast) -> list[str]:
     verdict = "every one hidden" if not found.exposed_hops else f"{found.exposed_hops:,} EXPOSED"
+    if not found.exposed_hops and found.exposed_ring_s:
+        verdict = f"every one beside work, of which they take {found.exposed_ring_s * 1e3:.1f} ms LONGER in a step"
     cost = "" if found.homecoming_s is None else f", which cost {found.homecoming_s * 1e3:.1f} ms of a step"
     lines = [
-        f"ring: {found.hops:,} hops, {verdict}, beside {found.homecomings:,} last homecomings of dK and dV{cost}",
+        "no ring: nothing goes round the sequence axis"
+        if not found.hops
+        else f"ring: {found.hops:,} hops, {verdict}, beside {found.homecomings:,} last homecomings of dK and dV{cost}",
         f"FLOPs of a device: {found.executed_flops:.3e} by the closed form, of which the compiler shows "
         f"{found.report.flops:.3e} (loops of unknown length count once)",
     ]

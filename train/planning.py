@@ -8,7 +8,6 @@ are those of `train.step_cost`: closed forms, before anything is compiled. `pyth
 import dataclasses
 import itertools
 import json
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
@@ -29,6 +28,7 @@ from train.step_cost import (
     predicted_mfu,
     strategy_fits,
 )
+from train.unwritten import writable
 
 USABLE = 0.9
 """Share of a device's memory that a plan may fill: the estimate needs room, and so does the allocator."""
@@ -271,6 +271,7 @@ def command(arguments: Arguments, say: Callable[[str], None]) -> int:
 
     config, topology = arguments.config, parse_topology(arguments.topology)
     check(config)
+    picture = None if arguments.picture is None else writable("--picture", arguments.picture)
     found = search(config, topology)
     if not found.tried:
         model, data = config.model, config.data
@@ -283,11 +284,11 @@ def command(arguments: Arguments, say: Callable[[str], None]) -> int:
     fallback = None if found.fitting else least(config, topology)
     for line in plan_words.lines(config, topology, found, configured, fallback):
         say(line)
-    if arguments.picture:
+    if picture is not None:
         from train import plan_picture  # matplotlib: a second that others need not wait
 
-        plan_picture.save(pathlib.Path(arguments.picture), config, topology)
-        say(f"picture: {arguments.picture}")
+        plan_picture.save(picture, config, topology)
+        say(f"picture: {picture}")
     if arguments.json:
         say(json.dumps(_as_data(config, topology, found, configured, fallback)))
     return 0 if found.fitting else DOES_NOT_FIT

@@ -7,7 +7,6 @@ behind are read from it; times are predicted from its figures (`train.forecast`)
 
 import dataclasses
 import json
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -26,16 +25,17 @@ from train.checks import validate
 from train.config import TrainConfig
 from train.forecast import Forecast, forecast, state_bytes
 from train.step import abstract_batch, abstract_state, make_train_step
+from train.unwritten import writable
 
 DOES_NOT_FIT = 3
 """Exit code: the step takes more memory than a device has."""
 EXPOSED = 4
-"""Exit code: it fits, and a hop of the ring, other than the last homecoming of dK and dV, waits for its transfer."""
+"""Exit code: it fits, and hops of the ring, other than the last homecoming of dK and dV, are waited for."""
 
 FIGURES = (
     "bytes_per_chip", "hbm_bytes", "params_bytes", "optimizer_bytes", "temporary_bytes", "activation_bytes",
-    "ring_hops", "exposed_ring_hops", "homecoming_hops", "homecoming_s", "sent_bytes", "exposed_s", "step_time_s",
-    "mfu", "tokens_per_s", "model_flops",
+    "ring_hops", "exposed_ring_hops", "exposed_ring_s", "homecoming_hops", "homecoming_s", "sent_bytes", "exposed_s",
+    "step_time_s", "mfu", "tokens_per_s", "model_flops",
 )  # fmt: skip
 """Keys of `--json`, besides topology, mesh, seq_len, fits and compile_s. A chip of tpu7x counts as its two devices."""
 
@@ -67,6 +67,7 @@ def command(arguments: Arguments, say: Say) -> int:
     jax.config.update("jax_platforms", "cpu")
     config, pod = arguments.config, pods.find(arguments.topology)
     check(config, pod)
+    dump = None if arguments.dump_hlo is None else writable("--dump-hlo", arguments.dump_hlo)
     devices = pods.devices(pod)
     mesh = ring_jax.make_mesh(**config.mesh.sizes(), devices=devices)
     say(f"compiling the step of mesh {config.mesh} for {pod.name}: {len(devices)} x {devices[0].device_kind}")
@@ -78,11 +79,9 @@ def command(arguments: Arguments, say: Say) -> int:
     say(f"compiled in {seconds:.0f} s")
     if isinstance(compiled, Refusal):
         return _refused(config, pod, mesh, compiled, seconds, arguments, say)
-    if arguments.dump_hlo:
-        path = pathlib.Path(arguments.dump_hlo).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(compiled.as_text())
-        say(f"wrote the scheduled program to {path}")
+    if dump is not None:
+        dump.write_text(compiled.as_text())
+        say(f"wrote the scheduled program to {dump}")
     found = forecast(config, pod, mesh, compiled, abstract_state(config, mesh))
     for line in found.lines():
         say(line)
@@ -91,7 +90,7 @@ def command(arguments: Arguments, say: Say) -> int:
             say(line)
     if arguments.json:
         say(json.dumps(to_json(config, pod, found, seconds)))
-    return DOES_NOT_FIT if not found.fits else EXPOSED if found.exposed_hops else 0
+    return DOES_NOT_FIT if not found.fits else EXPOSED if found.waits else 0
 
 
 def check(config: TrainConfig, pod: Pod) -> None:
@@ -105,7 +104,8 @@ def _mesh_problem(config: TrainConfig, pod: Pod) -> str:
     mesh, count = config.mesh, pod.num_devices
     others = mesh.num_devices // mesh.sequence
     fix = f"change the --mesh.* sizes so that their product is {count}"
-    if count % others == 0:
+    other = dataclasses.replace(config, mesh=dataclasses.replace(mesh, sequence=max(1, count // others)))
+    if count % others == 0 and advice.is_valid(other):
         fix += f" (with --mesh.sequence {count // others} it is)"
     return f"mesh {mesh} = {mesh.num_devices} devices, but topology {pod.name} has {count}; {fix}, or the topology"
 
@@ -182,6 +182,7 @@ def to_json(config: TrainConfig, pod: Pod, found: Forecast | None, seconds: floa
             "activation_bytes": round(memory.activations),
             "ring_hops": found.hops,
             "exposed_ring_hops": found.exposed_hops,
+            "exposed_ring_s": found.exposed_ring_s,
             "homecoming_hops": found.homecomings,
             "homecoming_s": found.homecoming_s,
             "sent_bytes": found.report.sent_bytes(),

@@ -96,11 +96,25 @@ def go_back(
     store: checkpoint.CheckpointStore,
     log: metrics.MetricsLog,
     watch: Watcher,
+    console: Console,
 ) -> None:
-    """Put `progress`, the data and the metrics back to a checkpoint from before `first_bad_step`."""
+    """Put `progress`, the data and the metrics back to a checkpoint from before `first_bad_step`.
+
+    Raises:
+      SaveError: none of them can be read.
+    """
     bad_step = progress.step
     progress.state = None  # two states may not fit into memory
-    progress.state, meta, _ = rollback.restore_before(store, abstract_state(run.config, mesh), first_bad_step)
+    try:
+        restored = rollback.restore_before(store, abstract_state(run.config, mesh), first_bad_step)
+    except checkpoint.CheckpointError as error:
+        raise SaveError(
+            f"no return to before step {first_bad_step}: none of its checkpoints in {store.folder} can be read "
+            f"({error}); mend the store, or start anew with another --run-dir"
+        ) from error
+    progress.state, meta, passed_over = restored
+    for line in passed_over:
+        console.print(f"passed over checkpoint {line}")
     progress.state = in_this_order(run.config, progress.state, meta)
     progress.step, progress.data_state = meta.step, meta.data_state
     data.set_state(meta.data_state)

@@ -110,6 +110,7 @@ class Steps:
                 store=self.store,
                 log=log,
                 watch=self.watch,
+                console=self.console,
             )
 
 

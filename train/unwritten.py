@@ -7,6 +7,7 @@ run writes beside its checkpoints is written inside `attempt`; checkpoints have 
 import contextlib
 import io
 import os
+import pathlib
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -63,3 +64,15 @@ def standard_output() -> IO[str]:
     plain.flush()
     raw = io.FileIO(os.dup(number), "w")
     return _Output(raw, encoding=plain.encoding, errors="backslashreplace", write_through=True)
+
+
+def writable(option: str, name: str) -> pathlib.Path:
+    """A file that can be written, its folder made; ValueError where not: said before the work, not after it."""
+    path = pathlib.Path(name).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {name} cannot be written ({error}); name a file in a folder of yours") from None
+    return path

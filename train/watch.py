@@ -224,7 +224,8 @@ class Watcher:
         watch, done = self._config.watch, self._alarms.counts()["rollback"]
         if not watch.rollback:
             return None
-        settle()
+        if problem := settle():
+            self._say(f"{problem}; the run goes on")
         if done >= watch.max_rollbacks:
             self._say(f"no return to a checkpoint: max_rollbacks={watch.max_rollbacks} is reached")
         elif rollback.last_good_step(checkpoints, first_bad) is None:
