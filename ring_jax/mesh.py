@@ -76,11 +76,16 @@ class Target(NamedTuple):
 
 
 def target(mesh: Mesh | AbstractMesh | None = None) -> Target:
-    """The devices of a mesh; without one, those of the mesh around the call, or this process's."""
+    """The devices of a mesh; without one, those of the mesh around the call, `jax.default_device`, or this process's.
+
+    Where arrays lie that are on no mesh is not known when a call is traced: on the CPU of a host with accelerators say
+    so by `jax.default_device`, or name ``implementation="xla"``.
+    """
     if isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]
     else:
-        device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device or jax.devices()[0]
+        device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device or jax.config.jax_default_device
+        device = jax.devices(device)[0] if isinstance(device, str) else device or jax.devices()[0]
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
     return Target(platform if platform in ("gpu", "tpu") else "cpu", device.device_kind)
 

@@ -16,7 +16,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from ring_jax.kernels import registry
+from ring_jax.kernels.tiles import Scores
 from ring_jax.layouts import LAYOUTS, check_layout, unknown_name
+from ring_jax.masks import Rules
+from ring_jax.mesh import target
 
 _Ids = Int[Array | np.ndarray, "..."]
 TokenIds = _Ids | tuple[_Ids, _Ids] | None
@@ -181,7 +185,8 @@ def supports(**keywords: Any) -> str | None:
     Returns:
       None when the test suite verifies the combination against the float64 reference; otherwise the reason why the
       call would be refused, as a string that names the options: also for a keyword or a name that does not exist.
-      Arrays and sizes (a length, a number of heads) are not judged here: the call itself raises for them.
+      Arrays and sizes (a length, a number of heads) are not judged here: the call itself raises for them. A kernel
+      named by ``implementation`` is judged for the devices of ``mesh``, or those that are here.
 
     Example:
       >>> supports(is_causal=True, layout="zigzag", local_window_size=(4, 0)) is None
@@ -197,7 +202,12 @@ def supports(**keywords: Any) -> str | None:
         check(**given)
     except (TypeError, ValueError, NotImplementedError) as refusal:
         return str(refusal)
-    return None
+    if given["implementation"] is None:
+        return None
+    cap, chunk = given["logits_soft_cap"], given["chunk_size"]
+    rules = Rules(given["is_causal"], window_of(given["local_window_size"]), chunk, given["mask_fn"])
+    scores = Scores(1.0, cap, rules, given["score_fn"], given["dropout_rate"])
+    return registry.refuses_by_name(given["implementation"], target(keywords.get("mesh")), scores, given)
 
 
 def refusal_of(options: dict[str, Any]) -> str | None:

@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     key_tokens: Tokens
     query_lengths: Array | None  # [B]
     key_lengths: Array | None  # [B]
-    seed: Array | None  # [2]
+    seed: Array | None  # [2], or [B, 2]: one for each row
     place: Place
 
 

@@ -254,9 +254,19 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
         key_tokens=Tokens(positions[1], segments[1]),
         query_lengths=real[0],
         key_lengths=real[1],
-        seed=dropout.as_words(keywords["dropout_seed"]) if keywords["dropout_rate"] else None,
+        seed=_seed(keywords["dropout_seed"], batch) if keywords["dropout_rate"] else None,
         place=Place(zero, zero, zero),
     )
+
+
+def _seed(seed: Any, batch: int) -> Array:
+    words = dropout.as_words(seed)
+    if words.ndim == 2 and len(words) != batch:
+        raise ValueError(
+            f"dropout_seed of shape {list(words.shape)} has seeds for {len(words)} rows, and there are {batch}; give "
+            "one for each row, or one for all"
+        )
+    return words
 
 
 def settle_kernel(
@@ -284,6 +294,7 @@ def settle_kernel(
         two_directions=spec.schedule.two_directions,
         tile_size=spec.schedule.tile_size,
         return_lse=spec.return_lse,
+        group=spec.num_heads[0] // spec.num_heads[1],
         num_blocks=num_shards if spec.strategy in ("ring", "usp") else 1,
     )
     return spec._replace(kernel=registry.report(registry.choose(implementation, call)))

@@ -231,6 +231,7 @@ REFUSED = {
     "no score_fn": {"scores": Scores(1.0, score_fn=lambda s, *_: s)},
     "no dropout_rate": {"scores": Scores(1.0, dropout_rate=0.1)},
     "not in float16": {"dtype": jnp.dtype("float16")},
+    "128 query heads of 128 for a key/value head": {"group": 128},
     "a block of 8200 tokens is no multiple of 128; pad": {"lengths": (8192, 8200)},
     "a block of 64 tokens": {"lengths": (128, 128), "two_directions": True},
     "tile_size=100 must be a multiple of 128": {"tile_size": 100},

@@ -12,6 +12,7 @@ from jaxtyping import config as jaxtyping_config
 
 import ring_jax
 from ring_jax import Schedule, options
+from ring_jax.mesh import Target, target
 
 QUERY, KEY = jnp.ones((2, 8, 4, 6)), jnp.ones((2, 8, 2, 6))
 
@@ -280,3 +281,44 @@ def test_the_layout_has_an_effect(name: str, ring: int):
     attend = functools.partial(ring_jax.dot_product_attention, mesh=ring_jax.make_mesh(sequence=ring))
     plain, other = (jax.jit(functools.partial(attend, **keywords))(*x) for keywords in (base, base | changed))
     assert (np.abs(plain - other).max() > 1e-2) == (name != "layout" or ring > 1)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "parts"),
+    [
+        ({"implementation": "cudnn"}, ("it is a kernel for gpu, and these devices are cpu", "implementation='xla'")),
+        ({"implementation": "pallas_tpu", "is_causal": True}, ("it is a kernel for tpu",)),
+    ],
+)
+def test_a_kernel_by_name_is_judged_for_the_devices(keywords, parts):
+    reason = ring_jax.supports(**keywords)
+    assert reason is not None and all(part in reason for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "keywords", "part"),
+    [
+        ("cudnn", {"local_window_size": 4}, "local_window_size"),
+        ("pallas_tpu", {"score_fn": lambda s, *_: s}, "score_fn"),
+        ("pallas_gpu", {"dropout_rate": 0.1, "dropout_seed": 0}, "dropout_rate"),
+    ],
+)
+def test_what_a_kernel_lacks_is_refused_of_it_by_name(implementation, keywords, part, monkeypatch):
+    where = {"cudnn": ("gpu", "NVIDIA H100"), "pallas_gpu": ("gpu", "NVIDIA H100"), "pallas_tpu": ("tpu", "TPU v5p")}
+    monkeypatch.setattr(options, "target", lambda mesh: Target(*where[implementation]))
+    assert part in ring_jax.supports(implementation=implementation, **keywords)
+    assert ring_jax.supports(implementation=implementation, is_causal=True, layout="zigzag") is None
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_seeds_are_one_for_each_row(count):
+    x = jnp.ones((4, 8, 2, 4))
+    with pytest.raises(ValueError, match=rf"seeds for {count} rows, and there are 4"):
+        ring_jax.dot_product_attention(x, x, x, dropout_rate=0.5, dropout_seed=jnp.ones((count, 2), jnp.uint32))
+
+
+def test_the_default_device_decides_where_there_is_no_mesh():
+    with jax.default_device(jax.devices()[1]):
+        assert target() == Target("cpu", jax.devices()[1].device_kind)
+    with jax.default_device("cpu"):
+        assert target().platform == "cpu"

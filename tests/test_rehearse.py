@@ -362,7 +362,7 @@ def test_rings_on_slices(name, kind, axes):
 @needs_libtpu
 @pytest.mark.tpu
 def test_compiled_for_a_tpu(capsys):
-    small = "--mesh.sequence 4 --data.seq-len 4096 --model.head-dim 128 --model.num-heads 4 --model.embed-dim 256"
+    small = "--mesh.sequence 4 --data.seq-len 32768 --model.head-dim 128 --model.num-heads 4 --model.embed-dim 256"
     code, lines, found = rehearsed(
         capsys, "--topology", "v5p:2x2x1", *shlex.split(small), "--model.compute-dtype", "bfloat16"
     )

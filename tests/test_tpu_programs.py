@@ -105,6 +105,23 @@ def test_variant_compiles_and_is_hidden(name: str):
     assert found.kernels and (name != PACKED or runs["s32"] == runs["bf16"] > 0)
 
 
+def test_under_vmap_lists_of_tiles_differ():
+    """Mapped segment ids make another list of tiles each: traced and lowered with types checked, forward and back."""
+    devices = pods.devices(pods.find("v5e:2x2"))
+    mesh = ring_jax.make_mesh(sequence=4, devices=devices)
+    x, ids = jax.ShapeDtypeStruct((3, 1, 1024, 2, 128), "bfloat16"), jax.ShapeDtypeStruct((3, 1, 1024), jnp.int32)
+
+    def attend(x, ids):
+        return ring_jax.dot_product_attention(x, x, x, is_causal=True, mesh=mesh, segment_ids=ids)
+
+    def gradient(x, ids):
+        return jax.vjp(lambda y: attend(y, ids), x)[1](x)[0]
+
+    for function in (attend, gradient):
+        lowered = jax.jit(jax.vmap(function)).trace(x, ids).lower(lowering_platforms=("tpu",))
+        assert "tpu_custom_call" in lowered.as_text()
+
+
 def test_a_ring_in_series_is_caught(monkeypatch):
     """A hop that waits for the step before it: the right result, and all the time of the transfers on top."""
 

@@ -58,6 +58,10 @@ def refuses(call: Call) -> str | None:
         (call.scores.dropout_rate > 0, "it has no dropout_rate"),
         (call.has_bias, "it reads no bias"),
         (call.has_mask, "it reads no dense mask (rules and segment_ids it does)"),
+        (
+            jnp.dtype(call.dtype) == jnp.float16,
+            "gradients of scores are smaller than float16 holds, so that dq and dk would be wrong",
+        ),
         (jnp.dtype(call.dtype) == jnp.float64, "its accumulators are float32, too small for float64 inputs"),
         (max(call.head_sizes) > LARGEST_HEAD, f"head size {max(call.head_sizes)} is above {LARGEST_HEAD}"),
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ring_jax.kernels import interpret
 from ring_jax.kernels.pallas_tpu_backward import backward_block
 from ring_jax.kernels.pallas_tpu_forward import forward_block
+from ring_jax.kernels.pallas_tpu_parts import MOST_ROWS
 from ring_jax.kernels.protocol import Call
 from ring_jax.mesh import target
 
@@ -18,6 +19,10 @@ LANES = 128
 TILES = {"TPU v5": 512, "TPU v5 lite": 512, "TPU v5p": 512, "TPU v6 lite": 512, "TPU7x": 512}
 """Tokens in a tile by device kind."""
 OTHER_TILE = 512
+MOST_BYTES = {"TPU v4": 3 * 2**20}
+"""What the queries of a step, float32, with their values may take, by device kind; a step holds about five times that.
+v4 gives a kernel 16 MiB."""
+OTHER_BYTES = 10 * 2**20
 
 
 def tile_size(length: int, chunk: int, num_heads: int = 1) -> int:
@@ -49,6 +54,9 @@ def refuses(call: Call) -> str | None:
         return f"it has no {given[0]}"
     if call.dtype not in (jnp.float32, jnp.bfloat16):
         return f"it computes in float32 and bfloat16, not in {jnp.dtype(call.dtype).name}"
+    size = max(min(tile_size(call.lengths[0], call.lengths[0]), MOST_ROWS // call.group), LANES)
+    if 4 * call.group * size * sum(call.head_sizes) > MOST_BYTES.get(call.device_kind, OTHER_BYTES):
+        return f"{call.group} query heads of {call.head_sizes[0]} for a key/value head do not fit the vector memory"
     if interpret.is_on():
         return None
     if call.platform != "tpu":

@@ -9,6 +9,7 @@ memory: (row, outer tile, inner tile, kind), the pairs of one outer tile side by
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -233,29 +234,35 @@ def call(
     vmem_bytes: int,
     name: str,
 ) -> tuple[Array, ...]:
-    """Run a kernel over (batch rows, key/value heads, live pairs). Each output is an input, by number, rewritten."""
-    operands = manual.vary_alike(work.count, work.codes, *(x for x, _ in ins))
-    count, operands = operands[0], operands[1:]
-    specs = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=(*grid, count),
-        in_specs=[spec for _, spec in ins],
-        out_specs=[ins[number][1] for number in outs],
-        scratch_shapes=scratch,
-    )
+    """Run a kernel over (batch rows, key/value heads, live pairs). Each output is an input, by number, rewritten.
+
+    Under `jax.vmap` one call after another: lists of pairs are of different lengths.
+    """
     params = pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
     )
-    return pl.pallas_call(
-        kernel,
-        grid_spec=specs,
-        out_shape=[manual.like(operands[1 + number]) for number in outs],
-        input_output_aliases={1 + number: place for place, number in enumerate(outs)},
-        compiler_params=params,
-        cost_estimate=cost,
-        interpret=interpret.is_on(),
-        name=name,
-    )(*operands)
+
+    @jax.custom_batching.sequential_vmap
+    def run(count: Array, *operands: Array) -> Any:
+        specs = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(*grid, count),
+            in_specs=[spec for _, spec in ins],
+            out_specs=[ins[number][1] for number in outs],
+            scratch_shapes=scratch,
+        )
+        return pl.pallas_call(
+            kernel,
+            grid_spec=specs,
+            out_shape=[manual.like(operands[1 + number]) for number in outs],
+            input_output_aliases={1 + number: place for place, number in enumerate(outs)},
+            compiler_params=params,
+            cost_estimate=cost,
+            interpret=interpret.is_on(),
+            name=name,
+        )(*operands)
+
+    return run(*manual.vary_alike(work.count, work.codes, *(x for x, _ in ins)))
 
 
 def cost(

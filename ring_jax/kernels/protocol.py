@@ -70,6 +70,7 @@ class Call(NamedTuple):
     two_directions: bool
     tile_size: int | None  # that was asked for
     return_lse: bool  # so that it may have a gradient
+    group: int = 1  # query heads for each key/value head
     num_blocks: int = 1  # at most, that one device folds together
 
 

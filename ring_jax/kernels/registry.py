@@ -1,10 +1,15 @@
 """Which kernel computes the blocks of a call: the best of its platform that serves it, or the one asked for by name."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
 
 from ring_jax.kernels import cudnn, interpret, pallas_gpu, pallas_tpu, xla
 from ring_jax.kernels.protocol import Call, Kernel
+from ring_jax.kernels.tiles import Scores
+from ring_jax.mesh import Target
 
 logger = logging.getLogger("ring_jax")
 
@@ -69,3 +74,30 @@ def report(chosen: Chosen) -> str:
     if chosen.passed_over:
         logger.info("implementation: %s (%s)", chosen.name, "; ".join(chosen.passed_over))
     return chosen.name
+
+
+def refuses_by_name(implementation: str, target: Target, scores: Scores, options: Mapping[str, Any]) -> str | None:
+    """Why these options are refused of a kernel by name, as far as no array and no size decides; else None."""
+    call = Call(
+        *target,
+        dtype=jnp.dtype("bfloat16"),
+        head_sizes=(128, 128),
+        lengths=(4096, 4096),
+        scores=scores,
+        layout=options["layout"],
+        default_positions=options["positions"] is None,
+        has_segments=any(
+            options[name] is not None for name in ("segment_ids", "query_seq_lengths", "key_value_seq_lengths")
+        ),
+        has_bias=options["bias"] is not None,
+        has_mask=options["mask"] is not None,
+        strategy=options["strategy"],
+        two_directions=bool(options["schedule"] and options["schedule"].two_directions),
+        tile_size=options["schedule"] and options["schedule"].tile_size,
+        return_lse=options["return_residual"],
+    )
+    try:
+        choose(implementation, call)
+    except NotImplementedError as refusal:
+        return str(refusal)
+    return None
