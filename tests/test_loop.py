@@ -305,7 +305,9 @@ def test_a_full_disk_ends_no_run_and_what_it_costs_is_counted(text, tmp_path, un
     rows = losses(unbroken[0])
     assert losses(run_dir) == [row for row in rows if row[0] not in ((3, 4, 5, 6) if lasts else (3, 4))]
     for name in ("metrics.jsonl", "tensorboard", "heartbeat.json"):
-        assert output.getvalue().count(f"{name} cannot be written") == 1
+        said = output.getvalue().count(f"{name} cannot be written")
+        # The heartbeat writes by the clock: steps 3 to 5 may lie between two beats, the end of a run never.
+        assert said == 1 or (said == 0 and name == "heartbeat.json" and not lasts)
     assert "checkpoint of step 4 not written" in output.getvalue()
     assert f"metrics.jsonl ({4 if lasts else 2} times)" in output.getvalue()
     assert (run_dir / "summary.json").exists() is not lasts
