@@ -35,7 +35,6 @@ LOSS = LossConfig(chunk=48, label_smoothing=0.1, z_loss=1e-3, mtp_weight=0.5)
 ONE = (1, 1, 1, 1)
 # (data, tensor, pipeline, sequence), microbatches, repeats, and what else changes how, not what, is computed.
 FAST = [
-    ((2, 2, 1, 2), 1, 1, {}),
     ((1, 1, 2, 4), 2, 2, {"remat": "attention"}),
     ((2, 2, 2, 2), 1, 1, {"remat": "none"}),
 ]
