@@ -4,7 +4,7 @@ Hardware: 256 v5p chips (v5p-512) or 256 H200 in 32 hosts (mesh data 4, tensor 8
 Estimated memory (from sizes, by `train.memory`, not measured): about 23.3 GB on each device, with weights and optimizer
 state cut over all four axes.
 Parameters: 70.6 billion. Tokens: 1,048,576 a step, 8 rows.
-Compiled for 512 v5p chips and for 128 chips of tpu7x, with other meshes: docs/rehearsals.md.
+Compiled for v5p:8x8x8 and for tpu7x:4x4x8, with other meshes: docs/rehearsals.md.
 
     python -m train run configs/llama3_70b_128k.py --data.path TEXT --data.tokenizer T.json
 """

@@ -100,7 +100,7 @@ def test_rows_of_attention_may_have_seeds_of_their_own():
             query[one], key[one], value[one], is_causal=True, dropout_rate=0.5, dropout_seed=seeds[row]
         )
         np.testing.assert_allclose(got[one], want, atol=5e-6)
-    with pytest.raises(ValueError, match="dropout_seed has seeds for 3 rows, and there are 2; pass one for each"):
+    with pytest.raises(ValueError, match="has seeds for 3 rows, and there are 2; give one for each"):
         call(query, key, value, dropout_seed=np.zeros((3, 2), np.uint32))
 
 
