@@ -24,14 +24,13 @@ from ring_jax import pods
 from ring_jax.inspection import Collective, Report
 from ring_jax.planner import Hardware, find_hardware
 from ring_jax.pods import Pod
+from ring_jax.travel import HOMECOMING
 from train.config import TrainConfig
 from train.flops import count_for, matmul_params, model_flops, pipeline_bubble
 from train.memory import estimate_memory
 
 EFFICIENCY = {"tpu": 0.4, "gpu": 0.6}
 """Share of the peak that matmuls and attention kernels are taken to reach; published kernels at long blocks do."""
-LATENCY = {"tpu": 1e-6, "gpu": 4.5e-5}
-"""Seconds before the first byte of a transfer: a TPU's hop; a launch of NCCL, by XLA's own model of an H100."""
 
 
 class Memory(NamedTuple):
@@ -203,17 +202,8 @@ def is_ring_hop(x: Collective) -> bool:
 
 
 def _homecomings(hops: Sequence[Collective]) -> list[Collective]:
-    """The last hop of dK and dV in each backward pass.
-
-    By name where the program names it. Else by dependence: it waits for the last step of its pass, and that for every
-    other hop, so in the schedule it is the last of the backward pass's hops that no loop repeats.
-    """
-    named = [x for x in hops if "homecoming" in x.scope]
-    if named:
-        return named
-    backward = [x for x in hops if "transpose(" in x.scope and "rematted_computation" not in x.scope]
-    straight = [x for x in backward if x.runs == min(y.runs for y in backward)]
-    return straight[-1:]
+    """The last hop of dK and dV in each backward pass, which the program names."""
+    return [x for x in hops if HOMECOMING in x.scope]
 
 
 def _among(x: Collective, found: Sequence[Collective]) -> bool:
@@ -283,7 +273,7 @@ def transfer_seconds(x: Collective, pod: Pod, mesh: Mesh, hardware: Hardware) ->
     if x.bytes == 0:
         return 0.0
     axes = [axis.split("[")[0] for axis in mesh.axis_names if x.axes is None or x.over(axis)]
-    latency = LATENCY[pod.platform]
+    latency = hardware.latency
     if pod.platform == "gpu":
         outside = any(pods.crosses_hosts(mesh, axis) for axis in axes)
         return latency + x.bytes / (pod.network_bytes if outside and pod.network_bytes else hardware.hop_bytes)
