@@ -95,7 +95,7 @@ def test_a_run_writes_everything_it_promises(unbroken):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary.keys() == {
         "step", "held_out_loss", "held_out_bits_per_byte", "bigram_bits_per_byte", "tokens_per_s", "num_params",
-        "alarms", "skipped_steps", "skipped_batches", "padding_share", "not_written",
+        "failed_checkpoints", "alarms", "skipped_steps", "skipped_batches", "padding_share", "not_written",
     }  # fmt: skip
     assert summary["step"] == 6
     assert summary["held_out_loss"] == rows[-1]["held_out_loss"]
@@ -311,6 +311,8 @@ def test_a_full_disk_ends_no_run_and_what_it_costs_is_counted(text, tmp_path, un
     assert "checkpoint of step 4 not written" in output.getvalue()
     assert f"metrics.jsonl ({4 if lasts else 2} times)" in output.getvalue()
     assert (run_dir / "summary.json").exists() is not lasts
+    if not lasts:
+        assert json.loads((run_dir / "summary.json").read_text())["failed_checkpoints"] == 1
     assert run(tiny(text, run_dir, resume=True))[0] == 0
     assert [step for step, _ in losses(run_dir)] == ([1, 2, 3, 4, 5, 6] if lasts else [1, 2, 5, 6])
     assert [loss for _, loss in losses(run_dir)][-1] == rows[-1][1]

@@ -32,6 +32,7 @@ def finish(
     *,
     held_out_loss: float,
     bigram: float,
+    failed_checkpoints: int,
 ) -> None:
     """Score, picture, `summary.json`, `report.html`; at last a sample, where one device can hold the parameters."""
     distributed.at("summary and sample", progress.step)
@@ -49,6 +50,7 @@ def finish(
         "bigram_bits_per_byte": bigram,
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows) if rows else None,
         "num_params": num_params,
+        "failed_checkpoints": failed_checkpoints,
         **watch.summary(rows),
     }
     with unwritten.attempt(page.REPORT_FILE):

@@ -121,7 +121,16 @@ def train(run: Run, console: Console) -> int:
         report_failure(console, problem)
         if held_out_loss is not None:
             with watch.phase("finish"):
-                finish(run, console, progress, watch, unwritten, held_out_loss=held_out_loss, bigram=bigram)
+                finish(
+                    run,
+                    console,
+                    progress,
+                    watch,
+                    unwritten,
+                    held_out_loss=held_out_loss,
+                    bigram=bigram,
+                    failed_checkpoints=store.num_failures,
+                )
     _sum_up(run, console, progress, store, unwritten, is_stopped=held_out_loss is None)
     return stop.exit_code if held_out_loss is None else 0
 
