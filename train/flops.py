@@ -45,22 +45,39 @@ def count_batch(segment_ids: np.ndarray, *, window: int | None = None) -> BatchC
       segment_ids: [rows, T] in natural order; 0 is padding, tokens of one document share an id in their row.
       window: keys before itself that a query may see; None: all of its document.
     """
-    rows, length = segment_ids.shape
-    if not segment_ids.size:
-        return BatchCounts(0, 0, 0)
-    widest = int(segment_ids.max()) + 1
-    ids = segment_ids.astype(np.int64) + np.arange(rows)[:, None] * widest
-    sizes = np.bincount(ids.reshape(-1), minlength=rows * widest).reshape(rows, widest)[:, 1:]
-    seen = sizes if window is None else np.minimum(sizes, window + 1)
-    pairs = seen * (seen + 1) // 2 + (sizes - seen) * seen
-    return BatchCounts(int(sizes.sum()), rows * length, int(pairs.sum()))
+    sizes = _sizes(segment_ids)
+    return BatchCounts(int(sizes.sum()), segment_ids.size, _num_pairs(sizes, window))
 
 
 def count_for(model: ModelConfig, segment_ids: np.ndarray) -> BatchCounts:
     """`count_batch` with the mean of the pairs over the layers' windows."""
+    return _count_sizes(model, _sizes(segment_ids), segment_ids.size)
+
+
+def count_rows(model: ModelConfig, rows: Sequence[Sequence[int]], seq_len: int) -> BatchCounts:
+    """`count_for` of rows that are known by the lengths of their segments: no batch is needed."""
+    return _count_sizes(model, np.array([length for row in rows for length in row], np.int64), len(rows) * seq_len)
+
+
+def _count_sizes(model: ModelConfig, sizes: np.ndarray, num_slots: int) -> BatchCounts:
     windows = model.windows or (None,)
-    counts = [count_batch(segment_ids, window=window) for window in windows]
-    return counts[0]._replace(num_pairs=round(sum(count.num_pairs for count in counts) / len(windows)))
+    pairs = [_num_pairs(sizes, window) for window in windows]
+    return BatchCounts(int(sizes.sum()), num_slots, round(sum(pairs) / len(windows)))
+
+
+def _sizes(segment_ids: np.ndarray) -> np.ndarray:
+    """Tokens of every segment of a batch, and some zeros."""
+    if not segment_ids.size:
+        return np.zeros(0, np.int64)
+    rows, widest = len(segment_ids), int(segment_ids.max()) + 1
+    ids = segment_ids.astype(np.int64) + np.arange(rows)[:, None] * widest
+    return np.bincount(ids.reshape(-1), minlength=rows * widest).reshape(rows, widest)[:, 1:]
+
+
+def _num_pairs(sizes: np.ndarray, window: int | None) -> int:
+    """(query, key) pairs that are visible in segments of these sizes."""
+    seen = sizes if window is None else np.minimum(sizes, window + 1)
+    return int((seen * (seen + 1) // 2 + (sizes - seen) * seen).sum())
 
 
 def matmul_params(model: ModelConfig) -> int:

@@ -2,9 +2,11 @@
 
 What always holds: the batches are those of the iterator, in its order, and `get_state` is its position after the last
 batch that was handed out, not the last that was made. What goes wrong in the thread is raised by the next `next`,
-never lost; and leaving the `with` block ends the thread, whatever it waits for.
+never lost; and leaving the `with` block ends the thread, whatever it waits for. A thread has its own iterator: one
+that hangs in a slow read can be left behind, and what it still does changes nothing.
 """
 
+import copy
 import queue
 import threading
 import time
@@ -41,8 +43,7 @@ class Prefetch(Iterator[Batch]):
         self._state = self._batches.get_state()
         self._stop = threading.Event()
         self._ready: queue.Queue[tuple[Batch | None, Any]] = queue.Queue(max(1, self._num_batches))
-        # The thread keeps the event and the queue that it was started with.
-        arguments = (self._stop, self._ready)
+        arguments = (self._batches, self._stop, self._ready)  # it keeps those that it was started with
         self._thread = (
             threading.Thread(target=self._work, args=arguments, name="prefetch", daemon=True)
             if self._num_batches
@@ -82,8 +83,7 @@ class Prefetch(Iterator[Batch]):
     def set_state(self, state: dict[str, int]) -> None:
         """Go on from another position; what was made ahead is dropped."""
         self.close()
-        if self._thread and self._thread.is_alive():
-            raise RuntimeError("the thread that reads the data does not answer, so its position cannot be changed")
+        self._batches = copy.copy(self._batches)
         self._batches.set_state(state)
         self._start()
 
@@ -101,10 +101,12 @@ class Prefetch(Iterator[Batch]):
                 if self._stop.is_set():
                     raise RuntimeError("this Prefetch was closed") from None
 
-    def _work(self, stop: threading.Event, ready: queue.Queue[tuple[Batch | None, Any]]) -> None:
+    def _work(
+        self, batches: BatchIterator, stop: threading.Event, ready: queue.Queue[tuple[Batch | None, Any]]
+    ) -> None:
         while not stop.is_set():
             try:
-                item = (next(self._batches), self._batches.get_state())
+                item = (next(batches), batches.get_state())
             except BaseException as error:  # the consumer raises it
                 item = (None, error)
             while not stop.is_set():

@@ -37,7 +37,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from train.packing import Packing, pack
+from train.packing import Packing, Piece, pack
 from train.text import AnyDocument
 
 __all__ = [
@@ -181,13 +181,23 @@ class Rows:
                 self._fill({name: array[place] for name, array in batch.items()}, number)
         return batch
 
-    def _fill(self, row: dict[str, np.ndarray], number: int) -> None:
+    def segments(self, number: int) -> list[int]:
+        """Tokens of each segment of a row, from left to right; reads no text."""
+        return [piece.length for piece in self._find(number)[1]]
+
+    def _find(self, number: int) -> tuple[Documents, list[Piece]]:
+        """The documents that a row is made of, and its pieces."""
         index, ordinal = self._interleave.find(number)
-        source, begin = self._sources[index], 0
+        source = self._sources[index]
         shuffled: typing.Any = source.order[ordinal]
-        for segment, piece in enumerate(source.packing.row(shuffled), 1):
+        return source.documents, source.packing.row(shuffled)
+
+    def _fill(self, row: dict[str, np.ndarray], number: int) -> None:
+        documents, pieces = self._find(number)
+        begin = 0
+        for segment, piece in enumerate(pieces, 1):
             end = begin + piece.length
-            text = source.documents[piece.document].read(piece.start, piece.start + piece.length + 1)
+            text = documents[piece.document].read(piece.start, piece.start + piece.length + 1)
             row["tokens"][begin:end] = text[: piece.length]
             row["targets"][begin : begin + len(text) - 1] = text[1:]
             row["positions"][begin:end] = np.arange(piece.length)

@@ -36,6 +36,7 @@ class _Fetched(NamedTuple):
     batch: dict[str, np.ndarray]
     key: str
     counts: flops.BatchCounts
+    """Of the whole step, over all processes."""
 
 
 class Watcher:
@@ -122,10 +123,14 @@ class Watcher:
         with jax.profiler.TraceAnnotation("data"):
             batch, key = self._skips.draw(data)
         self._wait_s = time.perf_counter() - started
-        self._fetched = _Fetched(
-            batch, key, flops.count_for(self._config.model, batch["segment_ids"])
-        )  # while the devices work
+        self._fetched = _Fetched(batch, key, self._count(data))  # while the devices work
         return batch
+
+    def _count(self, data: Any) -> flops.BatchCounts:
+        """What is work in the rows that were drawn last, in all processes: their lengths follow from their numbers."""
+        end, size = data.get_state()["next_row"], self._config.data
+        rows = [data.rows.segments(number) for number in range(end - size.batch_size, end)]
+        return flops.count_rows(self._config.model, rows, size.seq_len)
 
     def begin(self, step: int) -> None:
         """Step `step` is about to be dispatched, on the batch that was fetched last."""
@@ -141,9 +146,8 @@ class Watcher:
         self._heartbeat.stepped(step, step_time, compiled=self._num_ended == 0)
         self._num_ended += 1
         assert self._current is not None, "begin comes first"
-        counts, num_rows = self._current.counts, len(self._current.batch["segment_ids"])
-        # The other hosts' rows are taken to be like this one's.
-        work = flops.model_flops(self._config.model, counts) * self._config.data.batch_size / num_rows
+        counts = self._current.counts
+        work = flops.model_flops(self._config.model, counts)
         row: dict[str, Any] = {
             "param_norm": float(measured["param_norm"]),
             "model_flops": work,
