@@ -1,8 +1,10 @@
 """The cache of tokens: the same rows as from memory, reused when nothing changed, made again when it is not whole."""
 
+import fcntl
 import json
 import os
 import pathlib
+import resource
 import socket
 import subprocess
 import sys
@@ -13,11 +15,12 @@ from documents import assert_same_batch, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train import token_cache
+from train import cache_build, token_cache
+from train.cache_build import build_cache
 from train.config import DataConfig
 from train.data import batches, held_out_batches, load_corpus
-from train.readers import Damage, RawText
-from train.token_cache import CacheDamaged, StoredDocuments, build_cache, open_cache
+from train.readers import Damage, DataError, RawText
+from train.token_cache import CacheDamaged, StoredDocuments, open_cache
 from train.tokenizer import ByteTokenizer
 
 TEXTS = {f"f{i:02}.txt": f"text number {i}\n" * (1 + i * i) for i in range(20)}
@@ -80,6 +83,7 @@ def test_a_single_document_is_split_at_the_same_place(tmp_path):
         np.testing.assert_array_equal(document.read(3, 9), document.tokens[3:9])
         np.testing.assert_array_equal(document.read(len(document) - 2, len(document) + 5), document.tokens[-2:])
     assert corpora[1].bytes_per_token == 1.0
+    assert corpora[0].fingerprint == corpora[1].fingerprint
 
 
 @given(
@@ -91,8 +95,9 @@ def test_any_stretch_of_any_document_can_be_read(tmp_path_factory, lengths, read
     """With records of 7 tokens and files of 3 records, so that documents cross both."""
     texts = ["".join(chr(97 + (i + j) % 26) for j in range(length)) for i, length in enumerate(lengths)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "_CHUNK", 7)
-        patch.setattr(token_cache, "_SHARD_RECORDS", 3)
+        patch.setattr(token_cache, "CHUNK", 7)
+        patch.setattr(cache_build, "CHUNK", 7)
+        patch.setattr(cache_build, "_SHARD_RECORDS", 3)
         cache = build(tmp_path_factory.mktemp("cache") / "c", texts)
         documents = StoredDocuments(cache, np.arange(len(cache)))
         assert [document.tokens.tobytes().decode() for document in documents] == texts
@@ -171,16 +176,62 @@ def test_a_changed_byte_inside_a_record_is_found_when_it_is_read(text, tmp_path)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(ValueError, match=r"the cache of tokens is damaged: '.*array_record', record \d+ .*delete the"):
+    with pytest.raises(DataError, match=r"the cache of tokens is damaged: '.*array_record', record \d+ .*delete the"):
         for _ in batches(corpus, seq_len=64, batch_size=2, seed=0, num_epochs=1):
             pass
+
+
+def test_a_file_that_is_gone_is_not_called_damaged(text, tmp_path):
+    corpus, _ = load(config(text, str(tmp_path / "cache")))
+    (shard,) = (tmp_path / "cache").glob("*/*.array_record")
+    shard.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        DataError, match=r"cannot be read: '.*array_record' \(No such file or directory\); bring its disk"
+    ):
+        next(batches(corpus, seq_len=64, batch_size=2, seed=0))
+    (tmp_path / "elsewhere").rename(shard)
+    next(batches(corpus, seq_len=64, batch_size=2, seed=0))
+
+
+def many_files(folder, monkeypatch, num_files=12):
+    """A cache with a file for each document."""
+    monkeypatch.setattr(cache_build, "_SHARD_RECORDS", 1)
+    cache = build(folder, [f"document {number}" for number in range(num_files)])
+    assert len(list(folder.glob("*.array_record"))) == num_files
+    return cache
+
+
+def test_a_bounded_number_of_files_is_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "_open_readers", token_cache._OpenReaders(3))
+    cache = many_files(tmp_path / "c", monkeypatch)
+    num_open = len(os.listdir("/proc/self/fd"))
+    for number in [*range(12), *reversed(range(12))]:
+        assert cache.read(number, 0, 99).tobytes().decode() == f"document {number}"
+        assert len(token_cache._open_readers) <= 3
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 3
+    assert 1 <= token_cache._open_limit() <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+def test_too_many_open_files_are_not_called_damage(tmp_path, monkeypatch):
+    cache = many_files(tmp_path / "c", monkeypatch, num_files=2)
+    cache.read(0, 0, 9)  # what reading loads is loaded
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(DataError, match=r"cannot be read: .*Too many open files\).*raise `ulimit -n`"):
+            cache.read(1, 0, 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert cache.read(1, 0, 99).tobytes() == b"document 1"
 
 
 def test_a_killed_build_leaves_nothing_that_counts_and_is_removed(text, tmp_path):
     data = config(text, str(tmp_path / "cache"))
     program = (
-        "import os, sys; from train import token_cache, data, config\n"
-        "token_cache._write_file = lambda *_: os.kill(os.getpid(), 9)\n"
+        "import os, sys; from train import cache_build, data, config\n"
+        "cache_build._write_file = lambda *_: os.kill(os.getpid(), 9)\n"
         "data.load_corpus(config.DataConfig(path=sys.argv[1], cache=sys.argv[2], seq_len=64, batch_size=2))"
     )
     root = pathlib.Path(__file__).resolve().parent.parent
@@ -194,17 +245,60 @@ def test_a_killed_build_leaves_nothing_that_counts_and_is_removed(text, tmp_path
     assert [".part-" in path.name for path in (tmp_path / "cache").iterdir()] == [False]
 
 
+def test_what_a_process_of_the_same_number_left_is_in_nobodys_way(tmp_path):
+    """As in a container, where every process is number 1 and the name of the machine is the same after a restart."""
+    left, alive = (tmp_path / f"c.part-{socket.gethostname()}-{name}" for name in (os.getpid(), "alive"))
+    for folder in (left, alive):
+        write_folder(folder, {"lock": "", "tokens-00000.array_record": b"x" * 99})
+    said = []
+    with (alive / "lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert len(build(tmp_path / "c", ["text"], say=said.append)) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", alive.name]
+    assert said == [f"removed a cache of tokens that was left half-written: {left}"]
+
+
 def test_two_builds_at_once_end_with_one_cache(tmp_path):
     def slow():
         yield RawText("a", b"first")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(token_cache.os, "getpid", lambda: 1)
-            build(tmp_path / "c", ["first", "second"])  # another process is quicker
+        build(tmp_path / "c", ["first", "second"])  # another process is quicker, and takes nobody's files away
         yield RawText("b", b"second")
 
     damage = Damage(on_error="raise")
     cache = build_cache(tmp_path / "c", slow(), tokenizer=ByteTokenizer(), damage=damage, say=quiet)
     assert len(cache) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("was_damaged", [False, True])
+def test_a_cache_that_appears_in_the_last_moment_stays(tmp_path, monkeypatch, was_damaged):
+    """Another process may read it already: after the look that found none, or before this one takes the name."""
+    if was_damaged:
+        write_folder(tmp_path, {"c/meta.json": "{"})
+    rename, look, placed = pathlib.Path.rename, cache_build.open_cache, []
+    build(tmp_path / "other", ["text"])
+
+    def place():
+        if not placed and not (tmp_path / "c").exists():
+            placed.append(True)
+            rename(tmp_path / "other", tmp_path / "c")
+
+    def look_late(folder):
+        try:
+            return look(folder)
+        finally:
+            place()
+
+    def rename_late(path, target):
+        if target == tmp_path / "c":
+            place()
+        return rename(path, target)
+
+    monkeypatch.setattr(cache_build, "open_cache", look_late)
+    monkeypatch.setattr(pathlib.Path, "rename", rename_late)
+    identity = (tmp_path / "other" / "meta.json").stat().st_ino
+    assert len(build(tmp_path / "c", ["text"])) == 1
+    assert placed and (tmp_path / "c" / "meta.json").stat().st_ino == identity
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

@@ -206,7 +206,8 @@ def _make_tokenizer(words: Sequence[str]) -> int:
 
     out = pathlib.Path(arguments.out).expanduser()
     try:
-        size = train_tokenizer(documents_to_tokenise(arguments.data), vocab_size=arguments.vocab_size, out=out)
+        texts = documents_to_tokenise(arguments.data, say=_say)
+        size = train_tokenizer(texts, vocab_size=arguments.vocab_size, out=out)
     except ValueError as error:
         raise UsageError(str(error)) from None
     fewer = "" if size == arguments.vocab_size else f" (not {arguments.vocab_size:,}: the text has no more pairs)"

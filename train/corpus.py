@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import hashlib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from train.packing import Packing, pack
 from train.rows import Documents, lengths_of
-from train.text import AnyDocument, Document, encode
+from train.text import AnyDocument, Document, DocumentPart, encode
 from train.token_cache import StoredDocument, StoredDocuments
 from train.tokenizer import ByteTokenizer, Tokenizer
 
@@ -42,6 +42,8 @@ class Part:
     """What could not be read and was passed over: file, place and reason."""
     num_skipped: int = 0
     """How many; `skipped` may list the first thousand only."""
+    too_long: str = ""
+    """Which documents were left out because they are longer than a row; empty: none."""
 
     @functools.cached_property
     def _packings(self) -> dict[int, Packing]:
@@ -76,9 +78,12 @@ class Corpus:
         """Whether any of it is in a cache on disk."""
         return any(part.is_cached for part in self.parts)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest of every name and token: equal exactly when a resumed run reads the text it was started on."""
+        """Hex digest of every name and token: equal exactly when a resumed run reads the text it was started on.
+
+        It does not depend on where the text lies, or on whether it is in a cache.
+        """
         digest = hashlib.sha256()
         for part in self.parts:
             for role, documents in (("train", part.train), ("held_out", part.held_out)):
@@ -130,6 +135,8 @@ class Corpus:
             if part.num_skipped:
                 lines.append(f"  {part.num_skipped:,} things that cannot be read passed over:")
                 lines += [f"    {line}" for line in part.skipped[:_MAX_NAMED]]
+            if part.too_long:
+                lines.append(f"  left out: {part.too_long}")
         return "\n".join(lines)
 
 
@@ -167,8 +174,39 @@ def split_tail(document: AnyDocument, fraction: float, is_bytes: bool) -> tuple[
     if isinstance(document, StoredDocument):
         split = (dataclasses.replace(document, stop=cut), dataclasses.replace(document, start=cut))
         return [split[0]], [split[1]]
-    name = document.name if isinstance(document, Document) else ""
-    return [Document(name, document.tokens[:cut])], [Document(f"{name} (from byte {cut})", document.tokens[cut:])]
+    name, tokens = document.name if isinstance(document, Document) else "", document.tokens
+    return (
+        [DocumentPart(name, tokens[:cut], document.digest, 0)],
+        [DocumentPart(f"{name} (from byte {cut})", tokens[cut:], document.digest, cut)],
+    )
+
+
+def train_side(documents: Iterable[Document], fraction: float) -> Iterator[AnyDocument]:
+    """The training documents of `split_by_name`, or of `split_tail` of a single one, of bytes, as they come.
+
+    Either side may get a document that its name alone would put on the other (see `train.data.load_corpus`): the one
+    of the smallest number above the fraction and that of the largest below are kept back until all have been seen.
+    """
+    lowest: Document | None = None
+    highest: Document | None = None
+    num_documents = 0
+    for document in documents:
+        num_documents += 1
+        passed_on: Document | None = None
+        if document.place / 2**64 < fraction:
+            highest = document if highest is None or document.place > highest.place else highest
+        elif lowest is None or document.place < lowest.place:
+            lowest, passed_on = document, lowest
+        else:
+            passed_on = document
+        if passed_on is not None:
+            yield passed_on
+    last = highest if lowest is None else lowest
+    if last is not None and num_documents == 1:
+        train, _ = split_tail(last, fraction, is_bytes=True)
+        yield from train
+    elif last is not None and highest is not None:
+        yield last
 
 
 class _Joined(Sequence[AnyDocument]):

@@ -1,20 +1,22 @@
 """The text of a run: its sources, the held-out split, and the batches made of it.
 
 What always holds: every document is either trained on or held out, by a hash of its name alone; none is read in part,
-cut off or dropped, except what the user asked to skip, which is counted. Text files as bytes are kept in memory;
-everything else is tokenised once, into a cache (`train.token_cache`). Rows do not depend on which it is.
+cut off or dropped, except what the user asked to skip, which is counted. No file belongs to two sources, of which one
+might hold out what the other trains on. Text files as bytes are kept in memory; everything else is tokenised once, into
+a cache (`train.token_cache`). Rows do not depend on which it is.
 """
 
+import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from train.corpus import Corpus, Part, num_tokens_of, split_by_name, split_tail
+from train.cache_build import build_cache
+from train.corpus import Corpus, Part, num_tokens_of, split_by_name, split_tail, train_side
 from train.readers import Damage, RawText, SourceFile, list_files, read_documents
 from train.rows import (
     IGNORE,
@@ -29,7 +31,7 @@ from train.rows import (
     rows_for,
 )
 from train.text import VOCAB_SIZE, Document, decode, encode, read_standard_library
-from train.token_cache import VERSION, CacheDamaged, StoredDocuments, TokenCache, build_cache, open_cache
+from train.token_cache import VERSION, CacheDamaged, StoredDocuments, TokenCache, open_cache
 from train.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 if typing.TYPE_CHECKING:
@@ -71,17 +73,13 @@ def load_corpus(data: "DataConfig", *, say: Callable[[str], None] = lambda line:
         say: Told what takes long, and why a cache is made.
 
     Raises:
-        ValueError: the text is missing, unreadable, empty, not text, or too small for one batch.
+        ValueError: the text is missing, unreadable, empty, not text, in two sources, or too small for one batch.
     """
     _check_fields(data)
     tokenizer = load_tokenizer(data.tokenizer, data.end_token)
-    parts = tuple(
-        _load_part(data, tokenizer, path=path, field=field, weight=weight, say=say)
-        for path, field, weight in _sources(data)
-    )
+    parts = tuple(_load_part(data, tokenizer, source, say=say) for source in _list_sources(data))
     corpus = Corpus(parts=parts, tokenizer=tokenizer)
     _check_size(corpus, data)
-    _check_lengths(corpus, data)
     return corpus
 
 
@@ -123,65 +121,107 @@ def batches(
     )
 
 
-def documents_to_tokenise(data: "DataConfig") -> Iterator[bytes]:
-    """The training documents of all sources, before they are tokens: what a tokenizer is made from."""
-    for path, field, _ in _sources(data):
+def documents_to_tokenise(data: "DataConfig", *, say: Callable[[str], None] = lambda line: None) -> Iterator[bytes]:
+    """The training documents of all sources, before they are tokens: what a tokenizer is made from.
+
+    Args:
+        data: What to read; the split is that of `load_corpus`, a single document is cut by bytes.
+        say: Told how much was passed over.
+
+    Raises:
+        ValueError: as `load_corpus`, but for what rows need.
+    """
+    _check_fields(data)
+    for source in _list_sources(data):
+        texts = (Document(name, np.frombuffer(text, np.uint8)) for name, text in source.read() if text)
+        is_empty, files, skipped = True, source.files or [], source.damage.skipped
+        for document in train_side(texts, data.held_out_fraction):
+            is_empty = False
+            yield document.tokens.tobytes()
+        if is_empty:
+            raise ValueError(_no_text(source.path, files[0].name if files else None, len(files), skipped, len(skipped)))
+        if skipped:
+            say(f"{len(skipped):,} things that cannot be read passed over, the first: {skipped[0]}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Where a part of the text comes from."""
+
+    path: str | None
+    """None: the standard library."""
+    files: list[SourceFile] | None
+    field: str
+    weight: float
+    damage: Damage
+
+    def read(self) -> Iterator[RawText]:
+        """Its documents."""
+        if self.files is not None:
+            yield from read_documents(self.files, field=self.field, damage=self.damage)
+            return
+        for document in read_standard_library():
+            yield RawText(document.name, document.tokens.tobytes())
+
+
+def _list_sources(data: "DataConfig") -> list[_Source]:
+    """Every source and its files.
+
+    Raises:
+        ValueError: one has none, or two have the same.
+    """
+    named = [(source.path, source.field, source.weight) for source in data.sources]
+    sources = []
+    for path, field, weight in named or [(data.path, data.field, 1.0)]:
         damage = Damage(on_error=data.on_error)
-        files = None if path is None else list_files(path)
-        for document in _read(files, field, damage):
-            if Document(document.name, np.zeros(0, np.uint8)).place / 2**64 >= data.held_out_fraction:
-                yield document.content
+        files = None if path is None else list_files(path, damage)
+        sources.append(_Source(path=path, files=files, field=field, weight=weight, damage=damage))
+    if len(sources) > 1:
+        _check_overlap(sources)
+    return sources
 
 
-def _sources(data: "DataConfig") -> list[tuple[str | None, str, float]]:
-    """(path, field, weight) of every source."""
-    if data.sources:
-        return [(source.path, source.field, source.weight) for source in data.sources]
-    return [(data.path, data.field, 1.0)]
+def _check_overlap(sources: Sequence[_Source]) -> None:
+    """Raises when two sources read the same text. Two fields of the same rows are two texts."""
+    owners: dict[tuple[str, str], int] = {}
+    for index, source in enumerate(sources):
+        for file in source.files or ():
+            field = source.field if file.kind in ("jsonl", "parquet") else ""
+            owner = owners.setdefault((file.real_path, field), index)
+            if owner != index:
+                raise ValueError(
+                    f"data.sources.{owner} ({sources[owner].path!r}) and data.sources.{index} ({source.path!r}) both "
+                    f"hold {file.real_path!r}, and what one of them holds out the other would train on; name folders "
+                    "that do not overlap, or take one of the two out"
+                )
 
 
-def _read(files: list[SourceFile] | None, field: str, damage: Damage) -> Iterator[RawText]:
-    """The documents of some files, or of the standard library."""
-    if files is not None:
-        yield from read_documents(files, field=field, damage=damage)
-        return
-    for document in read_standard_library():
-        yield RawText(document.name, document.tokens.tobytes())
-
-
-def _load_part(
-    data: "DataConfig",
-    tokenizer: Tokenizer,
-    *,
-    path: str | None,
-    field: str,
-    weight: float,
-    say: Callable[[str], None],
-) -> Part:
+def _load_part(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say: Callable[[str], None]) -> Part:
     """One source, from memory or from its cache."""
-    files = None if path is None else list_files(path)
+    files, damage = source.files, source.damage
     in_memory = isinstance(tokenizer, ByteTokenizer) and data.cache is None
-    damage, cache = Damage(on_error=data.on_error), None
-    if in_memory and all(file.kind == "text" and file.is_local for file in files or ()):
-        found = [Document(name, np.frombuffer(text, np.uint8)) for name, text in _read(files, field, damage)]
+    cache = None
+    if in_memory and all(file.is_local and file.kind == "text" for file in files or ()):
+        found = [Document(name, np.frombuffer(text, np.uint8)) for name, text in source.read()]
         documents: Documents = [document for document in found if len(document)]
         num_empty, skipped, num_skipped = len(found) - len(documents), damage.skipped, len(damage.skipped)
         first_empty = next((document.name for document in found if not len(document)), None)
     else:
-        cache = _cache(data, tokenizer, files=files, field=field, damage=damage, say=say)
+        cache = _cache(data, tokenizer, source, say=say)
         documents = StoredDocuments(cache, np.arange(len(cache)))
         num_empty, skipped, num_skipped = cache.num_empty, cache.skipped, cache.num_skipped
         first_empty = files[0].name if files else None
     if not len(documents):
-        raise ValueError(_no_text(path, first_empty, num_empty, skipped, num_skipped))
+        raise ValueError(_no_text(source.path, first_empty, num_empty, skipped, num_skipped))
+    documents, too_long = _without_long(documents, data, source.path)
     split_by = "file" if len(documents) > 1 else "tail"
     if split_by == "file":
         train, held_out = split_by_name(documents, data.held_out_fraction)
     else:
         train, held_out = split_tail(documents[0], data.held_out_fraction, isinstance(tokenizer, ByteTokenizer))
     return Part(
-        source=_STANDARD_LIBRARY if path is None else path,
-        weight=weight,
+        source=_STANDARD_LIBRARY if source.path is None else source.path,
+        weight=source.weight,
         train=train,
         held_out=held_out,
         split_by=split_by,
@@ -189,26 +229,17 @@ def _load_part(
         is_cached=cache is not None,
         skipped=skipped,
         num_skipped=num_skipped,
+        too_long=too_long,
     )
 
 
-def _cache(
-    data: "DataConfig",
-    tokenizer: Tokenizer,
-    *,
-    files: list[SourceFile] | None,
-    field: str,
-    damage: Damage,
-    say: Callable[[str], None],
-) -> TokenCache:
+def _cache(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say: Callable[[str], None]) -> TokenCache:
     """The cache of one source: the one that is there, if it was made of these files, or a new one."""
-    if files is None:
+    if source.files is None:
         stamps = [[document.name, document.digest.hex()] for document in read_standard_library()]
     else:
-        stamps = [
-            [file.name, os.path.realpath(file.path) if file.is_local else file.path, file.stamp] for file in files
-        ]
-    key = json.dumps([VERSION, tokenizer.fingerprint, field, stamps])
+        stamps = [[file.name, file.real_path, file.stamp] for file in source.files]
+    key = json.dumps([VERSION, tokenizer.fingerprint, source.field, stamps])
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
     folder = pathlib.Path(data.cache or DEFAULT_CACHE).expanduser() / name
     if folder.exists():
@@ -221,7 +252,7 @@ def _cache(
                 say(f"tokens: {folder}, made before")
                 return cache
     say(f"tokens: making {folder}")
-    return build_cache(folder, _read(files, field, damage), tokenizer=tokenizer, damage=damage, say=say)
+    return build_cache(folder, source.read(), tokenizer=tokenizer, damage=source.damage, say=say)
 
 
 def _no_text(
@@ -238,7 +269,9 @@ def _no_text(
 
 
 def _check_fields(data: "DataConfig") -> None:
-    """Raises for sizes that no text can satisfy."""
+    """Raises for sizes that no text can satisfy, and for two answers to where the text is."""
+    if data.sources and data.path is not None:
+        raise ValueError(f"data.path={data.path!r} must be left out where data.sources names sources; add it to them")
     for name in ("seq_len", "batch_size"):
         if getattr(data, name) < 1:
             raise ValueError(f"data.{name}={getattr(data, name)} must be at least 1")
@@ -269,15 +302,30 @@ def _check_size(corpus: Corpus, data: "DataConfig") -> None:
                 )
 
 
-def _check_lengths(corpus: Corpus, data: "DataConfig") -> None:
-    """Raises when a document is longer than a row and the user wants none to be split."""
-    if data.long_documents == "split":
-        return
-    lengths = np.concatenate([lengths_of(corpus.train), lengths_of(corpus.held_out)])
-    num_long, longest = int(np.count_nonzero(lengths > data.seq_len)), int(lengths.max())
-    if num_long:
+def _without_long(documents: Documents, data: "DataConfig", path: str | None) -> tuple[Documents, str]:
+    """The documents to use, and words for those that were left out, where documents longer than a row are refused.
+
+    Raises:
+        ValueError: there are such documents, and they are not to be skipped.
+    """
+    lengths = lengths_of(documents)
+    fits = lengths <= data.seq_len
+    if data.long_documents == "split" or fits.all():
+        return documents, ""
+    longest = int(lengths.max())
+    first = documents[int(np.argmax(lengths))]
+    name = documents.cache.longest if isinstance(documents, StoredDocuments) else getattr(first, "name", "")
+    what = (
+        f"{np.count_nonzero(~fits):,} of {len(lengths):,} documents are longer than data.seq_len={data.seq_len} tokens "
+        f"(the longest has {longest:,}: {name!r} of {_STANDARD_LIBRARY if path is None else path})"
+    )
+    if data.on_error != "skip":
         raise ValueError(
-            f"{num_long:,} of {len(lengths):,} documents are longer than data.seq_len={data.seq_len} tokens (the "
-            f"longest has {longest:,}), and data.long_documents='refuse'; use --data.seq-len {longest} or "
-            "--data.long-documents split"
+            f"{what}, and data.long_documents='refuse'; use --data.seq-len {longest} or --data.long-documents split, "
+            "or count and leave them out with --data.on-error skip"
         )
+    if not fits.any():
+        raise ValueError(f"{what}, so none is left; use --data.seq-len {longest} or --data.long-documents split")
+    if isinstance(documents, StoredDocuments):
+        return StoredDocuments(documents.cache, documents.numbers[fits]), what
+    return [documents[number] for number in np.flatnonzero(fits).tolist()], what

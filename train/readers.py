@@ -9,6 +9,7 @@ is data: nothing is unpickled or executed.
     *.jsonl *.ndjson             one a line; the text is the field `field`
     *.parquet                    one a row; the text is the column `field`
     *.array_record *.arrayrecord one a record: UTF-8 text
+    *.json                       as *.jsonl where its first two lines are JSON objects, else the whole file
     anything else                the whole file
 
     *.gz *.zst before that: `a.jsonl.zst` is decompressed and read as `a.jsonl`. A document's name is that of its file
@@ -16,38 +17,25 @@ is data: nothing is unpickled or executed.
 """
 
 import contextlib
-import dataclasses
-import gzip
-import io
+import errno
 import json
 import os
 import shutil
-import stat
 import tempfile
 import typing
-import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import fsspec
 import pyarrow
 import pyarrow.parquet
-import zstandard
 from array_record.python import array_record_module
 
-from train.config import OnError
-from train.text import not_text, read_file, unreadable, walk, why_not_text
+from train.errors import DataError
+from train.files import CHUNK, DECOMPRESSION_ERRORS, Damage, SourceFile, list_files, reason_of
+from train.text import not_text, read_file, why_not_text
 
-_COMPRESSED = (".gz", ".zst")
-_KINDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".array_record": "array_record",
-    ".arrayrecord": "array_record",
-}
-_DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
-_CHUNK = 2**20
+__all__ = ["Damage", "DataError", "RawText", "SourceFile", "list_files", "read_documents"]
+
 _PARQUET_ROWS = 1024
 
 
@@ -57,98 +45,6 @@ class RawText(typing.NamedTuple):
     name: str
     content: bytes
     """UTF-8."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class Damage:
-    """What is done about something that cannot be read, and what was passed over so far."""
-
-    on_error: OnError
-    skipped: list[str] = dataclasses.field(default_factory=list)
-    """A line for everything that was passed over: the file, where in it, and why."""
-
-    def found(self, what: str, fix: str = "mend or remove it") -> None:
-        """Count it, or raise.
-
-        Raises:
-            ValueError: `on_error` is not "skip".
-        """
-        if self.on_error == "raise":
-            raise ValueError(f"{what}; {fix}, or count and pass over what is damaged with --data.on-error skip")
-        self.skipped.append(what)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """One file of a source."""
-
-    name: str
-    """Relative to the source, with slashes."""
-    path: str
-    """Where it is: a path of this machine, or an address that fsspec opens."""
-    is_local: bool
-    stamp: str
-    """Changes when the file does: size and time of change, or what the remote store tells."""
-
-    @property
-    def kind(self) -> str:
-        """text, jsonl, parquet or array_record."""
-        base, extension = os.path.splitext(self.name.lower())
-        return _KINDS.get(os.path.splitext(base)[1] if extension in _COMPRESSED else extension, "text")
-
-    @property
-    def compression(self) -> str:
-        """`.gz`, `.zst`, or the empty string."""
-        extension = os.path.splitext(self.name.lower())[1]
-        return extension if extension in _COMPRESSED else ""
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[typing.Any]:
-        """Its bytes, decompressed; a binary stream."""
-        if self.is_local:
-            raw = Path(self.path).open("rb")
-        else:
-            system, path = fsspec.core.url_to_fs(self.path)
-            raw = system.open(path, "rb")
-        with raw:
-            if self.compression == ".gz":
-                yield gzip.GzipFile(fileobj=raw)
-            elif self.compression == ".zst":
-                yield io.BufferedReader(_ZstdFile(raw), _CHUNK)
-            else:
-                yield raw
-
-
-def list_files(path: str) -> list[SourceFile]:
-    """The file `path`, or every file in the folder `path` and below, in the order of their names.
-
-    Names that start with a dot and `__pycache__` folders are left out, as tools do. On this machine links are
-    followed, and a file or folder with several names is listed once, under the first.
-
-    Raises:
-        ValueError: there is none, or a folder cannot be listed.
-    """
-    if "://" in path:
-        return _list_remote(path)
-    root = Path(path).expanduser()
-    try:
-        is_folder = stat.S_ISDIR(os.stat(root if path.strip() else "").st_mode)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"data.path={path!r} does not exist; give a text file or a folder of text files, or leave data.path out to "
-            "train on Python's own sources"
-        ) from error
-    except OSError as error:
-        raise ValueError(unreadable(path, error)) from error
-    if is_folder:
-        found = list(walk(root, frozenset({"__pycache__"}), skip_hidden=True))
-        if not found:
-            raise ValueError(
-                f"data.path={path!r} is a folder without files; put text files into it or name another folder"
-            )
-    else:
-        found = [(root.name, root)]
-    return [SourceFile(name=name, path=str(file), is_local=True, stamp=_stamp(file)) for name, file in found]
 
 
 def read_documents(files: list[SourceFile], *, field: str, damage: Damage) -> Iterator[RawText]:
@@ -184,16 +80,16 @@ def read_documents(files: list[SourceFile], *, field: str, damage: Damage) -> It
 
 
 def _read_text(file: SourceFile, damage: Damage) -> bytes | None:
-    """The whole file, or None when it is damaged."""
-    if file.is_local and not file.compression:
-        return read_file(Path(file.path))
+    """The whole file, or None when it is damaged or cannot be read."""
     try:
+        if file.is_local and not file.compression:
+            return read_file(Path(file.path))
         with file.open() as stream:
             return stream.read()
-    except _DECOMPRESSION_ERRORS as error:
-        damage.found(f"{file.path!r} is damaged ({_reason(error)})")
+    except DECOMPRESSION_ERRORS as error:
+        damage.found(f"{file.path!r} is damaged ({reason_of(error)})")
     except OSError as error:
-        raise ValueError(unreadable(file.path, error)) from error
+        damage.unreadable(file.path, error)
     return None
 
 
@@ -208,13 +104,13 @@ def _read_jsonl(file: SourceFile, field: str, damage: Damage) -> Iterator[RawTex
                 try:
                     content = _text_of(line, field)
                 except (ValueError, RecursionError) as error:
-                    damage.found(f"{file.path!r}, line {number}: {_reason(error)}")
+                    damage.found(f"{file.path!r}, line {number}: {reason_of(error)}")
                     continue
                 yield RawText(f"{file.name}:{number}", content)
-    except _DECOMPRESSION_ERRORS as error:
-        damage.found(f"{file.path!r}, from line {number + 1} on: damaged ({_reason(error)})")
+    except DECOMPRESSION_ERRORS as error:
+        damage.found(f"{file.path!r}, from line {number + 1} on: damaged ({reason_of(error)})")
     except OSError as error:
-        raise ValueError(unreadable(file.path, error)) from error
+        damage.unreadable(file.path, error, f", from line {number + 1} on,")
 
 
 def _text_of(line: bytes, field: str) -> bytes:
@@ -236,7 +132,10 @@ def _read_parquet(file: SourceFile, field: str, damage: Damage) -> Iterator[RawT
     """One document a row."""
     number = 0
     try:
-        with file.open() as stream, pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as table:
+        with (
+            _on_disk(file) if file.compression else file.open() as source,
+            pyarrow.parquet.ParquetFile(source, page_checksum_verification=True) as table,
+        ):
             if field not in table.schema_arrow.names:
                 columns = ", ".join(map(repr, table.schema_arrow.names)) or "none"
                 damage.found(f"{file.path!r} has no column {field!r}; its columns are {columns}", "name one of them")
@@ -249,127 +148,68 @@ def _read_parquet(file: SourceFile, field: str, damage: Damage) -> Iterator[RawT
                         continue
                     kind = "empty (null)" if value is None else f"{type(value).__name__}, not text"
                     damage.found(f"{file.path!r}, row {number}: column {field!r} is {kind}")
-    except (*_DECOMPRESSION_ERRORS, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({_reason(error)})")
+    except (*DECOMPRESSION_ERRORS, pyarrow.ArrowException, UnicodeDecodeError) as error:
+        damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({reason_of(error)})")
     except OSError as error:  # also what Arrow makes of a cut or altered page
-        if error.errno is not None:
-            raise ValueError(unreadable(file.path, error)) from error
-        damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({_reason(error)})")
+        if error.errno is None:
+            damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({reason_of(error)})")
+        else:
+            damage.unreadable(file.path, error, f", from row {number + 1} on,")
 
 
 def _read_array_record(file: SourceFile, field: str, damage: Damage) -> Iterator[RawText]:
     """One document a record. The library reads local files only, so a remote one is copied to this machine first."""
-    with tempfile.TemporaryDirectory(prefix="ring_jax-") as folder:
-        path = file.path
-        if not file.is_local or file.compression:
-            path = os.path.join(folder, "records")
-            try:
-                with file.open() as stream, open(path, "wb") as copy:
-                    shutil.copyfileobj(stream, copy, _CHUNK)
-            except _DECOMPRESSION_ERRORS as error:
-                damage.found(f"{file.path!r} is damaged ({_reason(error)})")
-                return
-            except OSError as error:
-                raise ValueError(unreadable(file.path, error)) from error
+    try:
+        with _on_disk(file) as path:
+            yield from _read_records(file, path, damage)
+    except DECOMPRESSION_ERRORS as error:
+        damage.found(f"{file.path!r} is damaged ({reason_of(error)})")
+    except OSError as error:
+        damage.unreadable(file.path, error)
+
+
+def _read_records(file: SourceFile, path: str, damage: Damage) -> Iterator[RawText]:
+    """The records of a file that lies at `path`."""
+    with open(path, "rb"):  # the library would call a file damaged that must not be read
         reader = array_record_module.ArrayRecordReader(path)
-        if not reader.ok() or not reader.num_records():
-            damage.found(f"{file.path!r} holds no record: it is empty, cut short, or not an ArrayRecord file")
-            return
-        for number in range(1, reader.num_records() + 1):
-            try:
-                (content,) = reader.read([number - 1])
-                reason = why_not_text(content)
-            except (RuntimeError, ValueError, IndexError) as error:
-                content, reason = b"", f"damaged ({_reason(error)})"
-            if reason:
-                damage.found(f"{file.path!r}, record {number}: {reason}")
-            else:
-                yield RawText(f"{file.name}:{number}", content)
+    if not reader.ok() or not reader.num_records():
+        damage.found(f"{file.path!r} holds no record: it is empty, cut short, or not an ArrayRecord file")
+        return
+    for number in range(1, reader.num_records() + 1):
+        try:
+            (content,) = reader.read([number - 1])
+            reason = why_not_text(content)
+        except (RuntimeError, ValueError, IndexError) as error:
+            content, reason = b"", f"damaged ({reason_of(error)})"
+        if reason:
+            damage.found(f"{file.path!r}, record {number}: {reason}")
+        else:
+            yield RawText(f"{file.name}:{number}", content)
+
+
+@contextlib.contextmanager
+def _on_disk(file: SourceFile) -> Generator[str]:
+    """Its path on this machine; of a remote or a compressed file, that of a decompressed copy.
+
+    Raises:
+        ValueError: there is no room for the copy.
+    """
+    if file.is_local and not file.compression:
+        yield file.path
+        return
+    with tempfile.TemporaryDirectory(prefix="ring_jax-") as folder:
+        path = os.path.join(folder, "copy")
+        try:
+            with file.open() as stream, open(path, "wb") as copy:
+                shutil.copyfileobj(stream, copy, CHUNK)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ValueError(
+                f"{file.path!r} cannot be copied to {folder!r} ({error.strerror}); make room there, name another place "
+                "with the environment variable TMPDIR, or decompress the file"
+            ) from error
+        yield path
 
 
 _READERS = {"jsonl": _read_jsonl, "parquet": _read_parquet, "array_record": _read_array_record}
-
-
-class _ZstdFile(io.RawIOBase):
-    """Decompressed bytes of a Zstandard file, frame after frame.
-
-    The library's own reader ends in silence where a file was cut; this one raises EOFError.
-    """
-
-    def __init__(self, raw: typing.BinaryIO):
-        super().__init__()
-        self._raw = raw
-        self._frame = None
-        self._input = b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: typing.Any) -> int:
-        while not self._output:
-            self._input = self._input or self._raw.read(_CHUNK)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a Zstandard frame")
-                return 0
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._output = memoryview(self._frame.decompress(self._input))
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        size = min(len(buffer), len(self._output))
-        buffer[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size
-
-
-def _list_remote(path: str) -> list[SourceFile]:
-    """The files at an fsspec address."""
-    try:
-        system, root = fsspec.core.url_to_fs(path)
-        exists = system.exists(root)
-        found = (system.find(root) if system.isdir(root) else [root]) if exists else []
-        names = {file: _relative(file, root) for file in found}
-        kept = sorted((name, file) for file, name in names.items() if not _is_hidden(name))
-        stamps = [str(system.ukey(file)) for _, file in kept]
-    except ImportError as error:
-        raise ValueError(
-            f"data.path={path!r} needs a package that is not installed ({error}); install it, or copy the data here"
-        ) from error
-    except Exception as error:  # each store raises its own kind
-        raise ValueError(
-            f"data.path={path!r} cannot be listed ({type(error).__name__}: {_reason(error)}); correct the address or "
-            "the credentials of this machine"
-        ) from error
-    if not exists:
-        raise ValueError(f"data.path={path!r} does not exist; correct the address")
-    if not kept:
-        raise ValueError(f"data.path={path!r} is a folder without files; name another folder")
-    return [
-        SourceFile(name=name, path=system.unstrip_protocol(file), is_local=False, stamp=stamp)
-        for (name, file), stamp in zip(kept, stamps, strict=True)
-    ]
-
-
-def _relative(file: str, root: str) -> str:
-    inside = file.removeprefix(root.rstrip("/")).lstrip("/")
-    return inside or file.rsplit("/", 1)[-1]
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
-
-
-def _stamp(file: Path) -> str:
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise ValueError(unreadable(str(file), error)) from error
-    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
-        raise ValueError(f"{str(file)!r} is not a regular file; leave it out of data.path")
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]

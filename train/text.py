@@ -5,13 +5,14 @@ bytes of the file, and a file is either read whole or named in an error. Nothing
 """
 
 import dataclasses
+import errno
 import hashlib
 import importlib
 import os
 import stat
 import sysconfig
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ _SKIPPED_FOLDERS = frozenset(
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 _TOPICS_MODULE = "pydoc_data.topics"
 _MAX_NAMED = 5
+MAKE_READABLE = "make it readable or leave it out of data.path"
+"""What to do about a file that cannot be read."""
 
 
 class AnyDocument(typing.Protocol):
@@ -79,6 +82,20 @@ class Document:
         return document_digest(self.name, self.tokens)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class DocumentPart(Document):
+    """The tokens of a text from `start` on, as many as there are in `tokens`."""
+
+    whole: bytes
+    """Digest of the whole text."""
+    start: int
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes of a hash of the whole text and the place in it."""
+        return part_digest(self.whole, self.start, self.start + len(self))
+
+
 def name_place(name: str) -> int:
     """The first 8 bytes of the SHA-256 hash of a document's name, as a number."""
     return int.from_bytes(hashlib.sha256(_name_bytes(name)).digest()[:8])
@@ -89,6 +106,11 @@ def document_digest(name: str, tokens: np.ndarray) -> bytes:
     digest = hashlib.sha256(_name_bytes(name) + f"\0{len(tokens)}\0{tokens.dtype.str}\0".encode())
     digest.update(np.ascontiguousarray(tokens))
     return digest.digest()[:16]
+
+
+def part_digest(whole: bytes, start: int, stop: int) -> bytes:
+    """16 bytes of a hash of tokens start to stop of a document with the digest `whole`."""
+    return hashlib.sha256(whole + f"{start} {stop}".encode()).digest()[:16]
 
 
 def _name_bytes(name: str) -> bytes:
@@ -145,14 +167,24 @@ def read_standard_library() -> list[Document]:
     return documents
 
 
-def walk(root: Path, skipped_folders: frozenset[str], *, skip_hidden: bool = False) -> Iterator[tuple[str, Path]]:
-    """(name relative to root with slashes, file) of every file below root, each once, in an order set by the names."""
+def walk(
+    root: Path,
+    skipped_folders: frozenset[str],
+    *,
+    skip_hidden: bool = False,
+    refuse: Callable[[OSError], None] | None = None,
+) -> Iterator[tuple[str, Path]]:
+    """(name relative to root with slashes, file) of every file below root, each once, in an order set by the names.
 
-    def refuse(error: OSError) -> None:
-        raise ValueError(unreadable(error.filename, error)) from error
+    The files of a folder come before its subfolders. `refuse` is told about a folder that cannot be listed; without it
+    that is a ValueError.
+    """
+
+    def fail(error: OSError) -> None:
+        raise ValueError(f"{unreadable(error.filename, error)}; {MAKE_READABLE}") from error
 
     seen = {os.path.realpath(root)}
-    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+    for folder, subfolders, names in os.walk(root, onerror=refuse or fail, followlinks=True):
         subfolders[:] = sorted(name for name in subfolders if name not in skipped_folders)
         if skip_hidden:
             subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -172,26 +204,26 @@ def _is_new(path: Path, seen: set[str]) -> bool:
 
 def _read(name: str, file: Path) -> Document:
     """The whole file as one document."""
-    return Document(name, np.frombuffer(read_file(file), np.uint8))
+    try:
+        return Document(name, np.frombuffer(read_file(file), np.uint8))
+    except OSError as error:
+        raise ValueError(f"{unreadable(str(file), error)}; {MAKE_READABLE}") from error
 
 
 def read_file(file: Path) -> bytes:
     """The bytes of a regular file.
 
     Raises:
-        ValueError: it is not one, or cannot be read; the message names it.
+        OSError: it is not one, or cannot be read.
     """
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError(f"{str(file)!r} is not a regular file; leave it out of data.path")
-        return file.read_bytes()
-    except OSError as error:
-        raise ValueError(unreadable(str(file), error)) from error
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file.read_bytes()
 
 
-def unreadable(file: str, error: OSError) -> str:
-    """What to say about a file that cannot be read."""
-    return f"{file!r} cannot be read ({error.strerror or error}); make it readable or leave it out of data.path"
+def unreadable(file: str, error: OSError, where: str = "") -> str:
+    """What to say about a file that cannot be read, from some place on where that is known."""
+    return f"{file!r}{where} cannot be read ({error.strerror or error})"
 
 
 def not_text(problems: list[str]) -> str:
