@@ -1,17 +1,24 @@
 """The text of a run: sources, the held-out split, caches, and text that is refused."""
 
+import dataclasses
 import hashlib
+import json
 import os
 import sys
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from documents import write_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from train import corpus as corpus_module
 from train import text as text_module
 from train.config import DataConfig, SourceConfig
+from train.corpus import split_by_name, split_tail, train_side
 from train.data import Corpus, Document, Part, batches, decode, encode, load_corpus
 
 
@@ -117,7 +124,96 @@ def test_fingerprint_changes_with_any_byte_name_or_side():
     assert fingerprint(*variants[0]) == fingerprint(*variants[0])
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_fingerprint_does_not_depend_on_where_the_text_lies(tmp_path, monkeypatch, is_folder):
+    files = {
+        "b.txt": "a line of text\n" * 9,
+        "a/c.txt": "another line\n" * 9,
+        "a/b/d.txt": "third\n" * 9,
+        "c": "x" * 30,
+    }
+    text = Path(write_folder(tmp_path / "text", files))
+    (tmp_path / "link").symlink_to(text)
+    monkeypatch.chdir(tmp_path)
+    memory = f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").put(str(text), f"{memory}/text", recursive=True)
+    places = [
+        str(text),
+        "text",
+        "./text/",
+        "link",
+        "text/../text",
+        f"file://{text}",
+        f"{memory}/text",
+        f"{memory}/text/",
+    ]
+    if not is_folder:
+        places = [f"{place.rstrip('/')}/b.txt" for place in places]
+    found = {load_corpus(config(place, cache=cache)) for place in places for cache in (None, str(tmp_path / "cache"))}
+    assert len({corpus.fingerprint for corpus in found}) == 1
+    assert {corpus.parts[0].split_by for corpus in found} == {"file" if is_folder else "tail"}
+
+
+def test_fingerprint_is_computed_once(tmp_path, monkeypatch):
+    """Every checkpoint holds it, and it costs a pass over the text."""
+    corpus, calls = load_corpus(config(write_folder(tmp_path, {f"{i}": "text\n" * 9 for i in range(9)}))), []
+    digests = corpus_module._digests
+    monkeypatch.setattr(corpus_module, "_digests", lambda documents: calls.append(1) or digests(documents))
+    assert corpus.fingerprint == corpus.fingerprint
+    assert len(calls) == 2, "training and held-out text"
+
+
+@given(names=st.lists(st.text(max_size=3), min_size=1, max_size=9, unique=True), fraction=st.floats(0.01, 0.99))
+@settings(max_examples=50, deadline=None)
+def test_the_training_side_of_a_stream_is_that_of_the_split(names, fraction):
+    documents = [Document(name, encode("a line\n" * 9)) for name in names]
+    if len(documents) > 1:
+        train, _ = split_by_name(documents, fraction)
+    else:
+        train, _ = split_tail(documents[0], fraction, is_bytes=True)
+    found = list(train_side(iter(documents), fraction))
+    assert sorted(d.name for d in found) == sorted(d.name for d in train)
+    assert sum(map(len, found)) == sum(map(len, train))
+
+
 # ---- bad input ----
+
+
+def sources(*places, **fields):
+    return DataConfig(
+        sources=tuple(SourceConfig(path=str(path), **more) for path, more in places),
+        **{"seq_len": 8, "batch_size": 1, "held_out_fraction": 0.25, **fields},
+    )
+
+
+def test_sources_that_overlap_are_refused(tmp_path):
+    """Each is split by names of its own: what one holds out the other would train on."""
+    write_folder(tmp_path, {f"data/{i}.txt": "text\n" * 9 for i in range(5)} | {"data/code/a.py": "x = 1\n" * 9})
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "code" / "a.py")
+    data = tmp_path / "data"
+    for other in (data / "code", data / "code" / "a.py", tmp_path / "link", data, f"file://{data}/code"):
+        with pytest.raises(ValueError, match=r"data.sources.0 \('.*/data'\) and data.sources.1 \('.*'\) both hold '/"):
+            load_corpus(sources((data, {}), (other, {})))
+    (tmp_path / "link").unlink()
+    write_folder(tmp_path, {"more/b.py": "x = 1\n" * 9, "more/a.py": "x = 1\n" * 9})
+    assert len(load_corpus(sources((data, {}), (tmp_path / "more", {}))).parts) == 2
+
+
+def test_two_fields_of_the_same_rows_are_two_sources(tmp_path):
+    lines = [json.dumps({"question": f"what is {i}?", "answer": f"{i}, that is what it is"}) for i in range(30)]
+    write_folder(tmp_path, {"qa.jsonl": "\n".join(lines)})
+    path, cache = tmp_path / "qa.jsonl", str(tmp_path / "cache")
+    corpus = load_corpus(sources((path, {"field": "question"}), (path, {"field": "answer"}), cache=cache))
+    held_out = [part.held_out.numbers.tolist() for part in corpus.parts]
+    assert held_out[0] == held_out[1] != [], "a row lies on one side with all its fields"
+    with pytest.raises(ValueError, match="both hold"):
+        load_corpus(sources((path, {"field": "answer"}), (path, {"field": "answer"}), cache=cache))
+
+
+def test_a_path_beside_sources_is_refused(tmp_path):
+    write_folder(tmp_path, {"a.txt": "text\n" * 99})
+    with pytest.raises(ValueError, match=r"data.path='here' must be left out where data.sources names sources"):
+        load_corpus(sources((tmp_path, {}), path="here"))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +299,20 @@ def test_unreadable_subfolder_is_named(tmp_path, monkeypatch):
         load_corpus(config(path))
 
 
+def test_what_cannot_be_read_is_counted_where_it_is_to_be_skipped(tmp_path):
+    path = write_folder(tmp_path / "text", {f"{i}.txt": "a line of text\n" * 20 for i in range(4)})
+    Path(path, "gone.txt").symlink_to(tmp_path / "nothing")
+    for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):
+        corpus = load_corpus(config(path, on_error="skip", cache=cache))
+        assert len(corpus.train) + len(corpus.held_out) == 4
+        assert "1 things that cannot be read passed over:" in corpus.summary(8)
+        assert "gone.txt' cannot be read (No such file or directory)" in corpus.summary(8)
+    (tmp_path / "other").mkdir()
+    Path(path, "gone.txt").rename(tmp_path / "other" / "gone.txt")
+    with pytest.raises(ValueError, match=r"nothing that can be read, first: '.*gone.txt' cannot be read"):
+        load_corpus(config(str(tmp_path / "other"), on_error="skip"))
+
+
 def test_broken_link_and_pipe_are_named(tmp_path):
     path = write_folder(tmp_path, {"a.txt": "text\n" * 20})
     Path(path, "gone.txt").symlink_to(tmp_path / "nothing")
@@ -218,17 +328,24 @@ def test_broken_link_and_pipe_are_named(tmp_path):
 
 
 def test_long_documents_are_counted_or_refused(tmp_path):
-    path = write_folder(tmp_path, {f"f{i:02}.txt": "x" * 4 + "\n" * (i % 7 == 0) * 9 for i in range(40)})
+    path = write_folder(tmp_path / "text", {f"f{i:02}.txt": "x" * 4 + "\n" * (i % 7 == 0) * 9 for i in range(40)})
     corpus = load_corpus(config(path))
     num_long = sum(len(document) > 8 for document in corpus.train)
     assert num_long
     assert f"{num_long:,} training documents longer than a row of 8 tokens, split into {2 * num_long} pieces" in (
         corpus.summary(8)
     )
-    with pytest.raises(
-        ValueError, match=r"6 of 40 documents are longer than data.seq_len=8 .*longest has 13.*-len 13 or"
-    ):
-        load_corpus(config(path, long_documents="refuse"))
+    for cache in (None, str(tmp_path / "cache")):
+        refuse = config(path, long_documents="refuse", cache=cache)
+        message = r"6 of 40 documents are longer than data.seq_len=8 .*longest has 13: 'f00.txt' of .*-len 13 or .*skip"
+        with pytest.raises(ValueError, match=message):
+            load_corpus(refuse)
+        left = load_corpus(dataclasses.replace(refuse, on_error="skip"))
+        assert len(left.train) + len(left.held_out) == 34
+        assert max(len(document) for document in [*left.train, *left.held_out]) <= 8
+        assert "left out: 6 of 40 documents are longer than data.seq_len=8" in left.summary(8)
+        with pytest.raises(ValueError, match=r"so none is left; use --data.seq-len 13 or"):
+            load_corpus(dataclasses.replace(refuse, on_error="skip", seq_len=3))
     assert load_corpus(config(path, long_documents="refuse", seq_len=13)).fingerprint == corpus.fingerprint
 
 

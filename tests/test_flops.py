@@ -15,6 +15,8 @@ from ring_jax.masks import Rules, Tokens, visible
 from train.flops import (
     BatchCounts,
     count_batch,
+    count_for,
+    count_rows,
     matmul_params,
     model_flops,
     num_params,
@@ -54,6 +56,17 @@ def test_visible_pairs_are_those_of_the_mask(window):
     assert counts.num_pairs == int(visible(tokens, tokens, rules).sum())
     assert (counts.num_tokens, counts.num_slots) == (70, 120)
     assert counts.padding_share == pytest.approx(50 / 120)
+
+
+@pytest.mark.parametrize("windows", [(), (2, None, 5)])
+def test_rows_by_their_lengths_count_like_the_batch(windows):
+    model = dataclasses.replace(TINY, windows=windows)
+    rows = [[3, 9, 1], [16], [], [7, 7]]
+    ids = np.zeros((4, 16), np.int32)
+    for row, lengths in zip(ids, rows, strict=True):
+        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    assert count_rows(model, rows, 16) == count_for(model, ids)
+    assert count_rows(model, rows, 16).padding_share == pytest.approx(21 / 64)
 
 
 def test_long_rows_do_not_overflow():

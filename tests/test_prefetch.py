@@ -7,6 +7,7 @@ import time
 import pytest
 from documents import assert_same_batch, make_documents
 
+from train import prefetch
 from train.data import batches
 from train.prefetch import Prefetch
 
@@ -83,3 +84,33 @@ def test_the_wait_is_measured(monkeypatch):
         time.sleep(0.5)
         next(ahead)
         assert ahead.wait_s < 0.05
+
+
+def test_going_back_does_not_wait_for_a_slow_read(monkeypatch):
+    """The thread that hangs is left behind, and when it ends it changes nothing."""
+    slow, held, goes_on = stream(), threading.Event(), threading.Event()
+    read = slow.rows.read
+
+    def hang(numbers):
+        wanted = list(numbers)
+        if 4 in wanted and not held.is_set():
+            held.set()
+            assert goes_on.wait(20)
+        return read(wanted)
+
+    monkeypatch.setattr(slow.rows, "read", hang)
+    monkeypatch.setattr(prefetch, "_JOIN_S", 0.05)
+    plain = stream()
+    with Prefetch(slow, num_batches=1) as ahead:
+        next(ahead)
+        assert held.wait(20)
+        ahead.set_state({"next_row": 0})
+        for number in range(6):
+            assert_same_batch(next(ahead), next(plain))
+            assert ahead.get_state() == plain.get_state()
+            if number == 2:
+                goes_on.set()
+                time.sleep(0.05)
+    for thread in threads():
+        thread.join(20)
+    assert not threads()

@@ -5,6 +5,7 @@ import json
 import os
 
 import fsspec
+import fsspec.implementations.memory
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -12,6 +13,7 @@ import zstandard
 from array_record.python import array_record_module
 from documents import write_folder
 
+from train import files as files_module
 from train.readers import Damage, list_files, read_documents
 
 TEXTS = ["the first text", "caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{EURO SIGN}\nof two lines", "", "the last one"]
@@ -48,29 +50,41 @@ def read(path, field="text", on_error="raise"):
 def make(folder, kind):
     """A file of this kind with TEXTS."""
     path = folder / f"a.{kind}"
-    if kind == "parquet":
+    if kind.startswith("parquet"):
         parquet(path, TEXTS)
+        compress = {"parquet": bytes, "parquet.gz": gzip.compress, "parquet.zst": zst}[kind]
+        path.write_bytes(compress(path.read_bytes()))
     elif kind == "array_record":
         array_record(path, TEXTS)
     else:
-        compress = {"jsonl": bytes, "ndjson.gz": gzip.compress, "jsonl.zst": zst}[kind]
-        path.write_bytes(compress(jsonl(TEXTS)))
+        compress = {
+            "jsonl": bytes,
+            "ndjson.gz": gzip.compress,
+            "jsonl.zst": zst,
+            "json": bytes,
+            "json.gz": gzip.compress,
+        }
+        path.write_bytes(compress[kind](jsonl(TEXTS)))
     return path
 
 
-KINDS = ["jsonl", "ndjson.gz", "jsonl.zst", "parquet", "array_record"]
+KINDS = [
+    "jsonl", "ndjson.gz", "jsonl.zst", "json", "json.gz", "parquet", "parquet.gz", "parquet.zst", "array_record"
+]  # fmt: skip
+
+
+def copy_to_memory(folder):
+    """The address of a copy of a folder, or a file, in fsspec's store in memory."""
+    where = f"memory://{folder.parent.name}/{folder.name}"
+    fsspec.filesystem("memory").put(str(folder), where, recursive=True)
+    return where
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("remote", [False, True], ids=["path", "fsspec"])
 def test_every_kind_gives_the_same_documents(tmp_path, kind, remote):
     path = make(tmp_path, kind)
-    where = str(path)
-    if remote:
-        where = f"memory://{tmp_path.name}/{path.name}"
-        with fsspec.open(where, "wb") as copy:
-            copy.write(path.read_bytes())
-    documents, skipped = read(where)
+    documents, skipped = read(copy_to_memory(path) if remote else path)
     assert [(name, content.decode()) for name, content in documents] == [
         (f"a.{kind}:{number}", text) for number, text in enumerate(TEXTS, 1)
     ]
@@ -78,13 +92,44 @@ def test_every_kind_gives_the_same_documents(tmp_path, kind, remote):
 
 
 def test_a_folder_is_read_by_kind_and_in_the_order_of_its_names(tmp_path):
-    write_folder(tmp_path, {"c.txt": "third", "b/x.jsonl": jsonl(["second"]), "b/y.txt.gz": gzip.compress(b"zipped")})
-    parquet(tmp_path / "a.parquet", ["fourth"])
-    local, _ = read(tmp_path)
-    assert [name for name, _ in local] == ["a.parquet:1", "c.txt", "b/x.jsonl:1", "b/y.txt.gz"]
+    """The same order on a disk and in a store, for which the names of files are one list."""
+    folder = tmp_path / "folder"
+    files = {"c.txt": "third", "b/x.jsonl": jsonl(["second"]), "b/y.txt.gz": gzip.compress(b"zipped"), "b.txt": "b"}
+    write_folder(
+        folder, {**files, "b/a/z.txt": "deep", "b-a.txt": "sorts before b/", "b/.hidden": "x", "B/z": "capital"}
+    )
+    parquet(folder / "a.parquet", ["fourth"])
+    local, _ = read(folder)
+    assert [name for name, _ in local] == [
+        "a.parquet:1", "b-a.txt", "b.txt", "c.txt", "B/z", "b/x.jsonl:1", "b/y.txt.gz", "b/a/z.txt"
+    ]  # fmt: skip
     assert dict(local)["b/y.txt.gz"] == b"zipped"
-    remote, _ = read(f"file://{tmp_path}")
-    assert sorted(remote) == sorted(local)
+    for where in (f"file://{folder}", f"local://{folder}/", copy_to_memory(folder)):
+        assert read(where)[0] == local
+
+
+def test_json_files_are_lines_where_their_lines_are_objects(tmp_path):
+    one = json.dumps({"text": "an object in one line"})
+    texts = {"one.json": one, "two.json": f"\n{one}\n \n{one}", "tall.json": json.dumps({"a": [1]}, indent=1)}
+    texts |= {"list.json": f"[{one},\n{one}]", "no.json": "not { json", "half.json": f"{one}\n[1]", "empty.json": ""}
+    write_folder(tmp_path, texts)
+    documents, _ = read(tmp_path)
+    found = dict(documents)
+    assert {name for name in found if name in texts} == texts.keys() - {"two.json"}
+    assert [found["two.json:2"], found["two.json:4"]] == [b"an object in one line"] * 2
+    with pytest.raises(ValueError, match=r"two.json', line 2: no field 'body'; its fields are 'text'"):
+        read(tmp_path / "two.json", "body")
+
+
+def test_zstandard_files_of_any_window(tmp_path):
+    """As `zstd --long=30` writes them; the library's own limit is 2^27."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=False, compression_level=1, hash_log=6)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(jsonl(TEXTS)) + compressor.flush())
+    with pytest.raises(zstandard.ZstdError, match="memory"):
+        zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / "a.jsonl.zst").read_bytes())
+    documents, _ = read(tmp_path / "a.jsonl.zst")
+    assert [content.decode() for _, content in documents] == TEXTS
 
 
 def test_a_stamp_changes_with_the_file(tmp_path):
@@ -95,6 +140,94 @@ def test_a_stamp_changes_with_the_file(tmp_path):
         os.utime(path, (1, path.stat().st_mtime + 7))
         (after,) = list_files(where)
         assert before.stamp != after.stamp
+
+
+def test_a_stamp_of_a_web_server_is_what_it_says_of_the_content():
+    class Server:
+        def __init__(self, **info):
+            self.info = lambda file: {"name": file, "type": "file", **info}
+
+        def ukey(self, file):
+            return "of the address alone"
+
+    answers = [{"size": 3}, {"size": 4}, {"size": 3, "ETag": "a"}, {"size": 3, "ETag": "b"}, {"Last-Modified": "today"}]
+    stamps = [files_module._remote_stamp(Server(**answer), "https://host/a.txt") for answer in answers]
+    assert len(set(stamps)) == len(answers)
+
+
+class LostConnectionError(Exception):
+    """As stores raise it: no OSError."""
+
+
+def break_reads(monkeypatch, times):
+    """The first `times` reads of the store in memory fail, from the second on in the middle of a file."""
+    left, whole = [times], fsspec.implementations.memory.MemoryFile.read
+
+    def read_or_fail(self, size=-1):
+        if left[0] and self.tell() < len(self.getvalue()):
+            left[0] -= 1
+            raise LostConnectionError("reset by peer\nand more")
+        return whole(self, size)
+
+    monkeypatch.setattr(files_module, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(files_module, "CHUNK", 64)
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFile, "read", read_or_fail)
+
+
+@pytest.mark.parametrize("kind", ["txt", *KINDS])
+def test_reads_of_a_store_are_tried_again_and_then_named(tmp_path, monkeypatch, kind):
+    if kind == "txt":
+        write_folder(tmp_path, {"a.txt": "some text " * 30})
+    where = copy_to_memory(make(tmp_path, kind) if kind != "txt" else tmp_path / "a.txt")
+    whole, _ = read(where)
+    assert whole
+    with monkeypatch.context() as patch:
+        break_reads(patch, times=2)
+        assert read(where) == (whole, [])
+        break_reads(patch, times=10**9)
+        message = r"/a\..*'.* cannot be read \(LostConnectionError: reset by peer\); make it readable"
+        with pytest.raises(ValueError, match=message):
+            read(where)
+        documents, skipped = read(where, on_error="skip")
+    assert documents == [] and len(skipped) == 1 and "LostConnectionError" in skipped[0]
+
+
+def test_what_a_disk_does_not_give_is_passed_over_and_counted(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    write_folder(path, {"a.txt": "good", "b.txt": "bad", "c.jsonl": jsonl(["bad"]), "locked/d.txt": "unseen"})
+    array_record(path / "e.array_record", ["bad"])
+    (path / "gone.txt").symlink_to(tmp_path / "nothing")
+    os.mkfifo(path / "pipe")
+
+    def refuse(real, *names):
+        def opened(file, *arguments, **options):
+            if os.fspath(file).endswith(names):
+                raise OSError(5, "Input/output error", str(file))
+            return real(file, *arguments, **options)
+
+        return opened
+
+    monkeypatch.setattr(os, "scandir", refuse(os.scandir, "locked"))
+    monkeypatch.setattr("io.open", refuse(open, "b.txt", "c.jsonl"))
+    monkeypatch.setattr("builtins.open", refuse(open, "e.array_record"))
+    damage = Damage(on_error="skip")
+    found = list_files(str(path), damage)
+    assert list(read_documents(found, field="text", damage=damage)) == [("a.txt", b"good")]
+    assert sorted(line.removeprefix(f"'{path}/") for line in damage.skipped) == [
+        "b.txt' cannot be read (Input/output error)",
+        "c.jsonl', from line 1 on, cannot be read (Input/output error)",
+        "e.array_record' cannot be read (Input/output error)",
+        "gone.txt' cannot be read (No such file or directory)",
+        "locked' cannot be read (Input/output error)",
+        "pipe' is not a regular file",
+    ]
+    for name in ("locked", "gone.txt", "pipe"):
+        with pytest.raises(ValueError, match=r"count and pass over what is damaged with --data.on-error skip"):
+            list_files(str(path))
+        os.rename(path / name, tmp_path / name)
+    for name in ("b.txt", "c.jsonl", "e.array_record"):
+        with pytest.raises(ValueError, match=rf"{name}'.* cannot be read \(Input/output error\); make it readable"):
+            read(path / name)
 
 
 def damaged(folder, name):

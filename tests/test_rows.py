@@ -184,6 +184,13 @@ def test_hosts_together_read_what_one_host_reads():
         assert_same_batch(placed, whole)
 
 
+def test_the_segments_of_a_row_are_known_without_reading_it():
+    rows = Rows([(make_documents(), 2.0), (make_documents([3, 50, 4]), 1.0)], seq_len=SEQ_LEN, seed=2)
+    for number in range(60):
+        (ids,) = rows.read([number])["segment_ids"]
+        assert rows.segments(number) == np.bincount(ids, minlength=1)[1:].tolist()
+
+
 def test_rows_of_a_step():
     assert rows_for(0, batch_size=6) == range(0, 6)
     assert [rows_for(2, batch_size=6, data_index=index, num_data=3) for index in range(3)] == [

@@ -123,6 +123,14 @@ def test_a_cache_is_used_again_until_the_data_change(text, tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 2, "the old one stays for runs that use it"
 
 
+def test_a_cache_among_the_text_is_refused(text):
+    """The next run would read it."""
+    with pytest.raises(ValueError, match=r"data.cache='.*/text/sub/cache' lies in data.path='.*/text', so its files"):
+        load(config(text, str(text / "sub" / "cache")))
+    hidden = config(text, str(text / ".cache"))
+    assert load(hidden)[0].fingerprint == load(hidden)[0].fingerprint
+
+
 def cut(folder):
     (shard,) = folder.glob("*.array_record")
     shard.write_bytes(shard.read_bytes()[:-100])

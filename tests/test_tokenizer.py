@@ -179,3 +179,32 @@ def test_the_command_makes_a_tokenizer_from_what_is_trained_on(tmp_path, capsys)
     assert "--vocab-size 100 must be at least 257" in capsys.readouterr().err
     assert cli.main([words[0], "--data.path", "no/where", *words[3:]]) == 2
     assert "data.path='no/where' does not exist" in capsys.readouterr().err
+
+
+def make_tokenizer(tmp_path, *options):
+    words = ["tokenizer", "--vocab-size", "300", "--out", str(tmp_path / "t.json"), *map(str, options)]
+    return cli.main(words)
+
+
+@pytest.mark.parametrize("name", ["tinyshakespeare.txt", "f04.txt"], ids=["a name below the share", "one above it"])
+def test_a_tokenizer_is_made_of_the_beginning_of_a_single_file(tmp_path, capsys, name):
+    write_folder(tmp_path, {name: "the words of the beginning\n" * 100 + "zyxw held out zyxw\n" * 10})
+    assert make_tokenizer(tmp_path, "--data.path", tmp_path / name, "--data.held-out-fraction", "0.08") == 0
+    vocabulary = json.loads((tmp_path / "t.json").read_text())["model"]["vocab"]
+    assert "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}beginning" in vocabulary or "beginning" in vocabulary
+    assert not [token for token in vocabulary if "zy" in token or "held" in token], "the end is held out"
+
+
+def test_a_tokenizer_says_what_it_was_not_made_of(tmp_path, capsys):
+    write_folder(
+        tmp_path, {"text/a.jsonl": '{"text": "some words\\n some words"}\n{"text"\n{"text": "words"}\n', "empty": ""}
+    )
+    assert make_tokenizer(tmp_path, "--data.path", tmp_path / "text", "--data.on-error", "skip") == 0
+    assert "1 things that cannot be read passed over, the first: " in capsys.readouterr().out
+    for options, message in (
+        (["--data.path", tmp_path / "text"], "a.jsonl', line 2: not JSON"),
+        (["--data.path", tmp_path / "empty"], "holds no text: 'empty' is empty"),
+        (["--data.path", tmp_path / "text", "--data.held-out-fraction", "1"], "held_out_fraction=1.0 must be above 0"),
+    ):
+        assert make_tokenizer(tmp_path, *options) == 2
+        assert message in capsys.readouterr().err

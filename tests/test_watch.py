@@ -31,6 +31,7 @@ from train.data import batches, load_corpus
 from train.memory import used_bytes
 from train.metrics import read_rows
 from train.positions import loss_by_position, position_edges
+from train.prefetch import Prefetch
 from train.rollback import SkipList, batch_key, last_good_step
 from train.step import init_state
 
@@ -282,6 +283,27 @@ def test_measures_of_a_step(text, tmp_path):
     (trace,) = (tmp_path / "run" / "profile").rglob("*.trace.json.gz")
     names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
     assert (names.count("train"), names.count("data")) == (2, 2)
+
+
+def test_measures_of_a_step_do_not_depend_on_who_read_its_rows(text, tmp_path):
+    """A process has a part of the rows and counts them all."""
+    data_config = DataConfig(path=text, seq_len=64, batch_size=4, held_out_fraction=0.2)
+    corpus, found = load_corpus(data_config), []
+    measured = {"param_norm": 1.0, "bubble": 0.0, "skipped": 0}
+    for num_data, own in ((1, (0,)), (2, (0,)), (2, (1,)), (4, (1,)), (4, (0, 3))):
+        run_config = tiny(text, tmp_path, data=data_config, mesh=MeshConfig(data=num_data))
+        stream = batches(corpus, seq_len=64, batch_size=4, seed=0, data_indices=own, num_data=num_data)
+        watcher = watch.Watcher(run_config, tmp_path, mesh=make_mesh(sequence=2), step=0, say=print, writes=False)
+        with Prefetch(stream, num_batches=1) as ahead:
+            steps = []
+            for step in range(1, 4):
+                assert len(watcher.fetch(ahead)["tokens"]) == 4 * len(own) // num_data
+                watcher.begin(step)
+                row = watcher.end(step, measured, 1.0)
+                steps.append((row["model_flops"], row["padding_share"]))
+        found.append(steps)
+    assert len(set(found[0])) == 3, "steps differ"
+    assert found == [found[0]] * 5
 
 
 def test_the_devices_are_named(text, tmp_path):

@@ -75,7 +75,8 @@ class DataConfig:
     cache: str | None = None
     """Folder for tokenised documents. None: .cache/tokens, but text files as bytes stay in memory."""
     long_documents: LongDocuments = "split"
-    """A document longer than a row: split into pieces that are segments of their own, or refuse."""
+    """A document longer than a row: split into pieces that are segments of their own, or refuse (with on_error skip:
+    leave out and count)."""
     on_error: OnError = "raise"
     """What cannot be read (damaged file, bad line, missing column): raise, or skip and count it."""
     seq_len: int = 2048

@@ -242,6 +242,7 @@ def _cache(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say: Ca
     key = json.dumps([VERSION, tokenizer.fingerprint, source.field, stamps])
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
     folder = pathlib.Path(data.cache or DEFAULT_CACHE).expanduser() / name
+    _check_cache_is_outside(data.cache, source)
     if folder.exists():
         try:
             cache = open_cache(folder)
@@ -253,6 +254,19 @@ def _cache(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say: Ca
                 return cache
     say(f"tokens: making {folder}")
     return build_cache(folder, source.read(), tokenizer=tokenizer, damage=source.damage, say=say)
+
+
+def _check_cache_is_outside(cache: str | None, source: _Source) -> None:
+    """Raises when the next run would read the cache as text."""
+    if cache is None or source.path is None or "://" in source.path:
+        return
+    inside = pathlib.Path(cache).expanduser().resolve()
+    text = pathlib.Path(source.path).expanduser().resolve()
+    if inside.is_relative_to(text) and not any(part.startswith(".") for part in inside.relative_to(text).parts):
+        raise ValueError(
+            f"data.cache={cache!r} lies in data.path={source.path!r}, so its files would be read as text; name a "
+            "folder outside, or one that begins with a dot"
+        )
 
 
 def _no_text(
