@@ -192,6 +192,16 @@ def test_reads_of_a_store_are_tried_again_and_then_named(tmp_path, monkeypatch, 
     assert documents == [] and len(skipped) == 1 and "LostConnectionError" in skipped[0]
 
 
+def test_a_store_that_cannot_be_listed_is_named(monkeypatch):
+    def fail(self, path, **options):
+        raise LostConnectionError("no route")
+
+    monkeypatch.setattr(files_module, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "exists", fail)
+    with pytest.raises(ValueError, match=r"cannot be listed \(LostConnectionError: no route\); correct the address or"):
+        list_files("memory://bucket/text")
+
+
 def test_what_a_disk_does_not_give_is_passed_over_and_counted(tmp_path, monkeypatch):
     path = tmp_path / "text"
     write_folder(path, {"a.txt": "good", "b.txt": "bad", "c.jsonl": jsonl(["bad"]), "locked/d.txt": "unseen"})

@@ -134,10 +134,11 @@ def documents_to_tokenise(data: "DataConfig", *, say: Callable[[str], None] = la
     _check_fields(data)
     for source in _list_sources(data):
         texts = (Document(name, np.frombuffer(text, np.uint8)) for name, text in source.read() if text)
-        is_empty, files, skipped = True, source.files or [], source.damage.skipped
+        is_empty, files = True, source.files or []
         for document in train_side(texts, data.held_out_fraction):
             is_empty = False
             yield document.tokens.tobytes()
+        skipped = source.unlisted + source.damage.skipped
         if is_empty:
             raise ValueError(_no_text(source.path, files[0].name if files else None, len(files), skipped, len(skipped)))
         if skipped:
@@ -153,7 +154,10 @@ class _Source:
     files: list[SourceFile] | None
     field: str
     weight: float
+    unlisted: list[str]
+    """A line for everything that was passed over when the files were listed."""
     damage: Damage
+    """What is found when they are read."""
 
     def read(self) -> Iterator[RawText]:
         """Its documents."""
@@ -173,9 +177,11 @@ def _list_sources(data: "DataConfig") -> list[_Source]:
     named = [(source.path, source.field, source.weight) for source in data.sources]
     sources = []
     for path, field, weight in named or [(data.path, data.field, 1.0)]:
-        damage = Damage(on_error=data.on_error)
-        files = None if path is None else list_files(path, damage)
-        sources.append(_Source(path=path, files=files, field=field, weight=weight, damage=damage))
+        listing, damage = Damage(on_error=data.on_error), Damage(on_error=data.on_error)
+        files = None if path is None else list_files(path, listing)
+        sources.append(
+            _Source(path=path, files=files, field=field, weight=weight, unlisted=listing.skipped, damage=damage)
+        )
     if len(sources) > 1:
         _check_overlap(sources)
     return sources
@@ -211,6 +217,7 @@ def _load_part(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say
         documents = StoredDocuments(cache, np.arange(len(cache)))
         num_empty, skipped, num_skipped = cache.num_empty, cache.skipped, cache.num_skipped
         first_empty = files[0].name if files else None
+    skipped, num_skipped = [*source.unlisted, *skipped], len(source.unlisted) + num_skipped
     if not len(documents):
         raise ValueError(_no_text(source.path, first_empty, num_empty, skipped, num_skipped))
     documents, too_long = _without_long(documents, data, source.path)

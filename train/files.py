@@ -180,7 +180,7 @@ def list_files(path: str, damage: Damage | None = None) -> list[SourceFile]:
 
 def reason_of(error: BaseException) -> str:
     """The first line of what an error says."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+    return (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).split("\n")[0][:300]
 
 
 def _stamp(file: Path, damage: Damage) -> str | None:
