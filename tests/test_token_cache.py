@@ -1,6 +1,7 @@
 """The cache of tokens: the same rows as from memory, reused when nothing changed, made again when it is not whole."""
 
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -11,11 +12,13 @@ import sys
 
 import numpy as np
 import pytest
+import tiny_run
 from documents import assert_same_batch, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from train import cache_build, token_cache
+from train import cache_build, loop, token_cache
 from train.cache_build import build_cache
 from train.config import DataConfig
 from train.data import batches, held_out_batches, load_corpus
@@ -199,6 +202,16 @@ def test_a_file_that_is_gone_is_not_called_damaged(text, tmp_path):
         next(batches(corpus, seq_len=64, batch_size=2, seed=0))
     (tmp_path / "elsewhere").rename(shard)
     next(batches(corpus, seq_len=64, batch_size=2, seed=0))
+
+
+def test_a_run_whose_cache_goes_away_ends_with_the_reason(text, tmp_path):
+    """Here before the first step; a thread that reads ahead raises the same (`tests/test_prefetch.py`)."""
+    run_config = tiny_run.config(data=config(text, str(tmp_path / "cache")), run_dir=str(tmp_path / "run"))
+    run = loop.prepare(run_config, resume_command="")
+    (shard,) = (tmp_path / "cache").glob("*/*.array_record")
+    shard.unlink()
+    with pytest.raises(DataError, match=r"cannot be read: '.*array_record' \(No such file or directory\)"):
+        loop.train(run, Console(file=io.StringIO()))
 
 
 def many_files(folder, monkeypatch, num_files=12):
