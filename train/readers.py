@@ -74,7 +74,7 @@ def read_documents(files: list[SourceFile], *, field: str, damage: Damage) -> It
             yield document
         if not found and not any(line.startswith(repr(file.path)) for line in damage.skipped[-1:]):
             damage.found(f"{file.path!r} holds no document", "remove this empty shard")
-    if strange and damage.on_error == "raise":
+    if strange and damage.on_error != "skip":
         raise ValueError(not_text(strange))
     damage.skipped += [f"not text: {problem}" for problem in strange]
 
