@@ -216,6 +216,9 @@ def _kind(instruction: hlo.Instruction) -> str | None:
     return kind if kind in KINDS else None
 
 
+_CARRIES_ON = ("get-tuple-element", "tuple", "bitcast", "async-update", "call-update")
+
+
 class _Span(NamedTuple):
     """Where a collective that has a start ends, and the work scheduled before that; a GPU may run one in place."""
 
@@ -227,9 +230,10 @@ class _Span(NamedTuple):
 class _Spans:
     """The collectives of one computation that have a start: where each ends, what it wraps, what repeats it.
 
-    Three forms: ``all-gather-start``; ``async-start``, whose computation holds the collective; and a TPU's fusion with
+    Four forms: ``all-gather-start``; ``async-start``, whose computation holds the collective; a TPU's fusion with
     AsyncCollectiveStart in it, after which matmul fusions, which repeat the collective, carry it on to the fusion with
-    AsyncCollectiveDone.
+    AsyncCollectiveDone; and ``call-start`` of a computation for a TPU's SparseCore, which only makes it ready: the
+    collective begins at the ``call-update`` that hands it its operands.
     """
 
     def __init__(self, program: hlo.Program, name: str):
@@ -240,7 +244,7 @@ class _Spans:
         self.repeats: set[str] = set()
         for instruction in self.computation.values():
             callees = program.callees(instruction)
-            wraps = instruction.opcode == "async-start" and any(self._holds(x, None) for x in callees)
+            wraps = instruction.opcode in ("async-start", "call-start") and any(self._holds(x, None) for x in callees)
             wraps = wraps or any(self._holds(x, "AsyncCollectiveStart") for x in callees)
             if wraps or (_kind(instruction) and instruction.opcode.endswith("-start")):
                 self.of[instruction.name] = self._follow(instruction)
@@ -268,7 +272,9 @@ class _Spans:
                 if instruction.opcode.endswith("-done") or any(self._holds(x, "AsyncCollectiveDone") for x in callees):
                     end = name
                     break
-                if repeats or instruction.opcode in ("get-tuple-element", "tuple", "bitcast", "async-update"):
+                if instruction.opcode == "call-update":
+                    work = hlo.Work()
+                if repeats or instruction.opcode in _CARRIES_ON:
                     chain.add(name)
             work = work.plus(self.program.work_of(self.name, instruction))
         in_place = re.search(r'"is_sync\\?":\s*true', start.attributes)

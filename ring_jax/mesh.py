@@ -1,6 +1,7 @@
 """The mesh: four named axes, and devices placed so that ring neighbors are neighbors on the machine."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,19 +91,29 @@ def target(mesh: Mesh | AbstractMesh | None = None) -> Target:
     return Target(platform if platform in ("gpu", "tpu") else "cpu", device.device_kind)
 
 
-def compiler_options(mesh: Mesh | AbstractMesh | None = None) -> dict[str, Any]:
-    """What XLA must be told for hops to hide: ``jax.jit(f, compiler_options=compiler_options(mesh))``.
+_WITH_SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
+_OFFLOADED = tuple(f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "reduce_scatter"))
 
-    By default XLA keeps one collective under way on a GPU. A backward ring has three: K with V, dK with dV, and the
-    positions or segment ids. Elsewhere nothing is needed.
+
+def compiler_options(mesh: Mesh | AbstractMesh | None = None) -> dict[str, Any]:
+    """What XLA must be told for transfers to hide: ``jax.jit(f, compiler_options=compiler_options(mesh))``.
+
+    GPU: by default XLA keeps one collective under way. A backward ring has three: K with V, dK with dV, and the
+    positions or segment ids. TPU v5p, v6e and tpu7x: all-gathers and reduce-scatters run on the SparseCores, beside the
+    matmuls; on the TensorCore they would run alone. A ring's hops need nothing there. Options that ``LIBTPU_INIT_ARGS``
+    sets are left to it.
 
     Example:
       >>> compiler_options()  # of a CPU
       {}
     """
-    if target(mesh).platform != "gpu":
+    platform, kind = target(mesh)
+    if platform == "gpu":
+        return {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+        }
+    if kind not in _WITH_SPARSE_CORES:
         return {}
-    return {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    }
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    return dict.fromkeys((name for name in _OFFLOADED if name not in given), True)

@@ -98,6 +98,27 @@ fusion(%g0, %g1), kind=kCustom, calls=%async_collective_fusion.1
     }
 """)
 
+# A gather on a TPU's SparseCore: made ready, begun at the update, done after a matmul.
+TPU_SPARSE_CORE = hlo("""
+    %called_computation (p: bf16[1024,1024]) -> bf16[4096,1024] {
+      %p = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
+      ROOT %all-gather.4 = bf16[4096,1024]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=1, \
+replica_groups=mesh['data'=2,'sequence'=4] {'sequence'}, dimensions={0}, use_global_device_ids=true, \
+metadata={op_name="jit(f)/mlp/all_gather"}
+    }, execution_thread="sparsecore"
+
+    ENTRY %main (x: bf16[1024,1024]) -> bf16[4096,1024] {
+      %x = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(0)
+      %start = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", \
+to_apply=%called_computation
+      %early = bf16[1024,1024]{1,0} convolution(%x, %x), dim_labels=bf_io->bf
+      %update = ((bf16[1024,1024]{1,0}), bf16[4096,1024]{1,0}) call-update(%start, %early)
+      %conv = bf16[1024,1024]{1,0} convolution(%early, %x), dim_labels=bf_io->bf
+      %done = bf16[4096,1024]{1,0} call-done(%update)
+      ROOT %late = bf16[4096,1024]{1,0} convolution(%done, %conv), dim_labels=bf_io->bf
+    }
+""")
+
 # A GPU's forms: starts whose shape holds operand and result, groups as an iota, a kernel, cuBLAS, a stated trip count.
 GPU = hlo("""
     %add (l: f32[], r: f32[]) -> f32[] {

@@ -8,7 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_samples import GPU, TPU_CHAIN, TPU_REDUCE_SCATTER, TPU_RING, hlo
+from hlo_samples import GPU, TPU_CHAIN, TPU_REDUCE_SCATTER, TPU_RING, TPU_SPARSE_CORE, hlo
 from jax import P, lax
 
 from ring_jax.inspection import KINDS, inspect
@@ -198,6 +198,15 @@ def test_tpu_chain_of_fusions_counts_once():
     assert (found.kind, found.axes, found.runs) == ("all-gather", ("sequence",), 1)
     assert found.bytes == 3 * 1024 * 1024 * 2
     assert (found.hidden_flops, report.flops, report.copies) == (MATMUL, MATMUL, 1)
+
+
+def test_tpu_gather_on_a_sparse_core():
+    report = inspect(TPU_SPARSE_CORE, CPU_MESH)
+    found = only(report)
+    assert (found.kind, found.axes, found.runs, found.asynchronous) == ("all-gather", ("sequence",), 1, True)
+    assert found.bytes == 3 * 1024 * 1024 * 2
+    assert found.hidden_flops == MATMUL, "of three matmuls one lies between what it reads and who reads it"
+    assert found.scope == "jit(f)/mlp/all_gather"
 
 
 def test_tpu_reduce_scatter():

@@ -143,3 +143,40 @@ def test_copies_are_caught(monkeypatch):
     found = report("v5e:2x2", "pallas_tpu", False)
     with pytest.raises(AssertionError, match="3 copies"):
         assert_hidden(found, 4, backward=False)
+
+
+@pytest.mark.parametrize(
+    "topology", ["v6e:2x4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("v5p:2x2x2", "tpu7x:2x2x1"))]
+)
+def test_gathers_and_sums_of_weights_run_beside_the_matmuls(topology: str, monkeypatch):
+    """The second weight is gathered behind the first matmul, and its gradient scattered behind that of the first; what
+    nothing stands beside (the first gather, the last sum) is exposed. Without the options v6e hides nothing of it; the
+    others hide this by themselves, but nothing of a whole train step."""
+    devices = pods.devices(pods.find(topology))
+    mesh = ring_jax.make_mesh(data=len(devices), devices=devices)
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ lax.all_gather(weight, "data", axis=0, tiled=True))
+        return x.astype(jnp.float32).sum()
+
+    specs = (jax.P("data"),) * 4, jax.P("data")
+    grads = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=specs, out_specs=specs[0])
+    weights = (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 4
+    x = jax.ShapeDtypeStruct((4096 * len(devices), 4096), jnp.bfloat16)
+
+    def exposed() -> tuple[int, int]:
+        options = ring_jax.compiler_options(mesh)
+        lowered = jax.jit(grads, compiler_options=options).trace(weights, x).lower(lowering_platforms=("tpu",))
+        found = ring_jax.inspect(lowered.compile(), mesh)
+        return tuple(
+            sum(x.runs for x in found.select(kind, "data") if not x.hidden) for kind in ("all-gather", "reduce-scatter")
+        )
+
+    gathers, sums = exposed()
+    assert gathers <= 1
+    assert sums <= 1
+    if topology == "v6e:2x4":
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(f"--{name}=false" for name in ring_jax.compiler_options(mesh)))
+        assert ring_jax.compiler_options(mesh) == {}
+        assert exposed() == (4, 4)

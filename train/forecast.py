@@ -147,7 +147,8 @@ def forecast(config: TrainConfig, pod: Pod, mesh: Mesh, compiled: Any, state: An
         forward = 4 * config.model.num_layers * config.model.num_heads * config.model.head_dim * counts.num_pairs
         forward /= config.mesh.num_devices * blocks * config.mesh.sequence
         block_s = forward / hardware.flops / efficiency
-    transfers = tuple(_transfers(report, hops, last, pod, mesh, hardware, block_s))
+    rate = hardware.flops * efficiency if hardware and efficiency else None
+    transfers = tuple(_transfers(report, hops, last, pod, mesh, hardware, block_s, rate))
     useful = model_flops(config.model, counts)
     bubble = pipeline_bubble(config.mesh.pipeline, config.num_microbatches, config.repeats)
     compute_s = executed / hardware.flops / efficiency if hardware and efficiency else None
@@ -237,16 +238,20 @@ def _transfers(
     mesh: Mesh,
     hardware: Hardware | None,
     block_s: float | None,
+    rate: float | None,
 ) -> list[Transfer]:
     """All collectives; those that differ in nothing that is shown are one."""
     found: dict[tuple, Transfer] = {}
     for x in report.collectives:
         seconds = None if hardware is None else x.runs * transfer_seconds(x, pod, mesh, hardware)
         exposed = seconds
-        if seconds is not None and block_s is not None and x.hidden:
+        if seconds is not None and block_s is not None and rate is not None and x.hidden:
             backward = "transpose(" in x.scope and "rematted_computation" not in x.scope
-            # A hop is hidden by one block of attention, whose backward pass is 2.5 times its forward pass.
-            covered = x.runs * block_s * (2.5 if backward else 1) if _among(x, hops) else seconds
+            if _among(x, hops):
+                # A hop is hidden by one block of attention, whose backward pass is 2.5 times its forward pass.
+                covered = x.runs * block_s * (2.5 if backward else 1)
+            else:
+                covered = seconds if x.hidden_kernels else x.runs * (x.hidden_flops or 0) / rate
             exposed = max(0.0, seconds - covered)
         key = x.kind, x.axes, x.bytes, x.dtype, describe(x.scope), x.hidden, _among(x, last)
         before = found.get(key)

@@ -135,7 +135,8 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
 
     specs = state_specs(config).params, BATCH_SPEC
     sums = jax.shard_map(local_sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    return jax.jit(sums, in_shardings=(shardings, NamedSharding(mesh, BATCH_SPEC)))
+    given = shardings, NamedSharding(mesh, BATCH_SPEC)
+    return jax.jit(sums, in_shardings=given, compiler_options=compiler_options(mesh))
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
