@@ -49,7 +49,7 @@ def _grid(spec: Spec) -> Grid:
 
 def _exchange(grid: Grid, inputs: Inputs, arrays: tuple[Array, Array, Array] | None) -> Inputs:
     query, key, value = arrays or ulysses.enter_arrays(grid, inputs)
-    inner = ulysses.enter_tokens(grid, inputs)
+    inner = ulysses.enter_tokens(grid, inputs, query.shape[1] // grid.ulysses)
     place = inputs.place
     first_head = place.first_head + (place.rank % grid.ulysses) * query.shape[2]
     return inner._replace(query=query, key=key, value=value, place=place._replace(first_head=first_head))
@@ -117,7 +117,7 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     routing = ulysses.route_heads(grid, *spec.num_heads)
     dkv = ulysses.leave_keys(grid, routing, problem.layout.heads(sums.keys, False), inputs.place.rank, dtype)
     dk, dv = jnp.split(dkv, [query.shape[-1]], axis=-1)
-    dbias = None if sums.bias is None else _leave_bias(grid, inputs, sums.bias)
+    dbias = None if sums.bias is None else _leave_bias(grid, inputs, problem.lengths[0], sums.bias)
     dsinks = None if dsinks is None else _leave_sinks(grid, inputs, dsinks)
     dargs = iter(sums.args)
     args = tuple(next(dargs).astype(x.dtype) if is_float(x) else None for x in inputs.score_args)
@@ -150,13 +150,14 @@ def _cotangents(
     return Cotangents(dout, lse, delta, None if lost is None else problem.layout.tokens(lost, True)), dsinks
 
 
-def _leave_bias(grid: Grid, inputs: Inputs, dbias: Array) -> Array:
-    """The gradient of a bias ``[R, b, K, G, T, S]``, through the transpose of the exchange."""
+def _leave_bias(grid: Grid, inputs: Inputs, length: int, dbias: Array) -> Array:
+    """The gradient of a bias ``[R, b, K, G, T, S]``, through the transpose of the exchange of ``length`` queries."""
     bias = cast(Array, inputs.bias)
     dbias = dbias.reshape(dbias.shape[0] * dbias.shape[1], -1, *dbias.shape[4:])
     if grid.ulysses > 1:
         member, like = inputs.place.rank % grid.ulysses, bias.astype(dbias.dtype)
-        (dbias,) = jax.vjp(lambda x: ulysses.enter_pairwise(grid, x, member), like)[1](dbias)
+        enter = functools.partial(ulysses.enter_pairwise, grid, length=length // grid.ulysses, member=member)
+        (dbias,) = jax.vjp(enter, like)[1](dbias)
     return dbias.astype(bias.dtype)
 
 

@@ -209,8 +209,8 @@ def make_spec(
         keywords["score_fn"],
         float(keywords["dropout_rate"]),
     )
-    positions = keywords["positions"]
-    one_order = not isinstance(positions, tuple) and query.shape[1] == key.shape[1]
+    positions, segments = keywords["positions"], keywords["segment_ids"]
+    one_order = query.shape[1] == key.shape[1] and not any(isinstance(x, tuple) for x in (positions, segments))
     return Spec(
         axis_name,
         strategy,
@@ -220,8 +220,8 @@ def make_spec(
         bool(keywords["return_residual"]),
         keywords["schedule"] or Schedule(),
         default_positions=positions is None,
-        # Positions without segment ids may restart all the same: then nothing is skipped but at run time.
-        promised=positions is None or (one_order and keywords["segment_ids"] is not None),
+        # Positions may restart without segment ids, or by another side's: then nothing is skipped but at run time.
+        promised=positions is None or (one_order and segments is not None),
     )
 
 

@@ -166,6 +166,9 @@ EDGES = {
     "window of one key": Options(**FOUR, window=(0, 0)),
     "chunk of one token": Options(ring=4, layout="striped", chunk=1, sinks=True),
     "one token a shard": Options(ring=8, layout="striped", length=8, is_causal=True, window=(3, 0)),
+    "one token a shard, heads exchanged": Options(ring=4, length=3, strategy="ulysses", bias="BNTS", mask="NT"),
+    "one token a shard, some heads exchanged": Options(ring=4, length=4, strategy="usp", bias="TS", mask="BTS"),
+    "one token a shard, one row for all": Options(ring=4, length=4, strategy="ulysses", bias="NS", mask="S"),
     "two tokens a shard": Options(ring=4, layout="zigzag", length=8, chunk=5, bias="TS"),
     "shards and rows of padding": Options(ring=4, tokens="hollow", is_causal=True, bias="BNTS", sinks=True),
     "ids on one side only, unsorted": Options(ring=3, layout="striped", key_length=36, tokens="pair", window=(20, 20)),
@@ -186,6 +189,39 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_edge(name: str):
     assert check(EDGES[name]) == "verified"
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_one_token_a_shard_inside_shard_map(rows: int):
+    """A bias ``[N, 1, S]`` on a device with one query: its own row of four, or the row of all."""
+    rng = np.random.default_rng(rows)
+    x, dout = (rng.normal(size=(1, 4, 4, 8)).astype(np.float32) for _ in range(2))
+    bias = rng.normal(size=(4, rows, 4)).astype(np.float32)
+    spec, cut = jax.P(None, "sequence"), jax.P(None, "sequence" if rows > 1 else None)
+    local = jax.shard_map(
+        ring_jax.ulysses_attention,
+        mesh=ring_jax.make_mesh(sequence=4),
+        in_specs=(*3 * (spec,), cut),
+        out_specs=spec,
+    )
+
+    def gradient(attend):
+        return jax.jit(jax.value_and_grad(lambda bias: (attend(x, x, x, bias) * dout).sum()))(bias)
+
+    for got, want in zip(gradient(local), gradient(ring_jax.reference_attention), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_positions_by_the_keys_documents():
+    """Queries in documents 1, 2 see keys in documents 2, 1: live pairs lie where one order of both has none."""
+    case = Options(ring=4, layout="contiguous", length=16, window=(2, 0), seed=5)
+    floats, others, cotangents = arrays(case)
+    ids = np.repeat(np.array([1, 2], np.int32), 8)
+    others = others | {"segment_ids": (ids, 3 - ids), "positions": np.tile(np.arange(8, dtype=np.int32), 2)}
+    want = option_cases.solve(case, floats, others, cotangents)._asdict()
+    got = run(case, mesh_call(case), (floats, others, cotangents))
+    for name, limit in option_cases.limits(case, got).items():
+        assert error(name, got[name], want[name]) <= limit, name
 
 
 POISONED = {
