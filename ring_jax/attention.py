@@ -147,7 +147,7 @@ def dot_product_attention(
         manual.first_index(shards.outer_heads, inputs.query, query.shape[2]),
     )
     inputs = place(shards, inputs._replace(place=outer), shards.inputs(inputs))
-    inputs = manual.vary_alike(inputs)[0]  # inside another shard_map gradients are then of one type
+    inputs = manual.vary_alike(sharded.widen_shared(inputs))[0]  # inside another shard_map: gradients of one type
     out, lse = (padding.query.remove(shards, x) for x in _attend(spec, shards, inputs))
     return (out, lse) if return_residual else out
 
@@ -234,7 +234,8 @@ def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
 
     gradients: Any = core.InputGradients(arrays, arrays, arrays, specs.bias, specs.sinks, floats(specs.score_args))
     in_specs = (specs, shards.saved, shards.arrays, shards.arrays)
-    return (core.as_cotangents(_shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)),)
+    summed = _shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)
+    return (core.as_cotangents(summed, inputs),)
 
 
 def _sum_shared(shards: Shards, x: Array, spec: jax.P) -> Array:

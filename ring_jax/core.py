@@ -33,7 +33,11 @@ class Saved(NamedTuple):
 
 
 class InputGradients(NamedTuple):
-    """In the dtypes and shapes of the inputs, of this device alone: what is shared is still to be summed."""
+    """In the shapes of the inputs, of this device alone.
+
+    What devices may share is still to be summed, and in the dtype of its accumulator: rounded before, the error of
+    the sum would grow with the devices.
+    """
 
     query: Array
     key: Array
@@ -120,7 +124,7 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     dbias = None if sums.bias is None else _leave_bias(grid, inputs, problem.lengths[0], sums.bias)
     dsinks = None if dsinks is None else _leave_sinks(grid, inputs, dsinks)
     dargs = iter(sums.args)
-    args = tuple(next(dargs).astype(x.dtype) if is_float(x) else None for x in inputs.score_args)
+    args = tuple(next(dargs) if is_float(x) else None for x in inputs.score_args)
     return InputGradients(dq, dk, dv, dbias, dsinks, args)
 
 
@@ -158,7 +162,7 @@ def _leave_bias(grid: Grid, inputs: Inputs, length: int, dbias: Array) -> Array:
         member, like = inputs.place.rank % grid.ulysses, bias.astype(dbias.dtype)
         enter = functools.partial(ulysses.enter_pairwise, grid, length=length // grid.ulysses, member=member)
         (dbias,) = jax.vjp(enter, like)[1](dbias)
-    return dbias.astype(bias.dtype)
+    return dbias
 
 
 def _leave_sinks(grid: Grid, inputs: Inputs, dsinks: Array) -> Array:
@@ -168,7 +172,7 @@ def _leave_sinks(grid: Grid, inputs: Inputs, dsinks: Array) -> Array:
         member, full = inputs.place.rank % grid.ulysses, jnp.zeros(sinks.shape, dsinks.dtype)
         full, dsinks, start = manual.vary_alike(full, dsinks, member * len(dsinks))
         dsinks = lax.dynamic_update_slice_in_dim(full, dsinks, start, 0)
-    return dsinks.astype(sinks.dtype)
+    return dsinks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,11 +211,19 @@ def kept(inputs: Inputs, saved: Saved) -> Inputs:
 
 
 def _attend_backward(spec: Spec, residuals, cotangents):
-    return (as_cotangents(backward(spec, *residuals, *cotangents)),)
+    return (as_cotangents(backward(spec, *residuals, *cotangents), residuals[0]),)
 
 
-def as_cotangents(grads: InputGradients) -> Inputs:
-    """In the form of the inputs; None for what has no gradient."""
+def as_cotangents(grads: InputGradients, inputs: Inputs) -> Inputs:
+    """In the form and the dtypes of the inputs; None for what has no gradient."""
+
+    def rounded(x: Array | None, like: Any) -> Array | None:
+        return None if x is None else x.astype(like.dtype)
+
+    args = tuple(map(rounded, grads.score_args, inputs.score_args))
+    grads = grads._replace(
+        bias=rounded(grads.bias, inputs.bias), sinks=rounded(grads.sinks, inputs.sinks), score_args=args
+    )
     return Inputs(*grads, *cast(Any, (None,) * (len(Inputs._fields) - len(grads))))
 
 

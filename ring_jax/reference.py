@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from ring_jax import dropout, masks, options
+from ring_jax.kernels.tiles import widened
 from ring_jax.masks import Tokens
 from ring_jax.options import TokenIds
 
@@ -84,7 +85,8 @@ def reference_attention(
     if score_fn is not None:
         at, of = positions[:, None, :, None], key_positions[:, None, None, :]
         heads = jnp.arange(num_heads, dtype=jnp.int32)[:, None, None]
-        scores = jnp.asarray(score_fn(scores, at, of, heads, *score_args)).astype(dtype)
+        args = widened(tuple(jnp.asarray(x) for x in score_args), dtype)
+        scores = jnp.asarray(score_fn(scores, at, of, heads, *args)).astype(dtype)
     bias = options.as_pairwise("bias", bias, (batch, num_heads, *lengths))
     scores = scores if bias is None else scores + bias.astype(dtype)
     rules = masks.Rules(bool(is_causal), options.window_of(local_window_size), chunk_size, mask_fn)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from ring_jax import core, dropout, layouts, manual, options
 from ring_jax.kernels import registry
 from ring_jax.kernels.protocol import Call
-from ring_jax.kernels.tiles import Scores
+from ring_jax.kernels.tiles import Scores, is_float
 from ring_jax.masks import Rules, Tokens
 from ring_jax.mesh import Target, target
 from ring_jax.options import Schedule, TokenIds
@@ -189,8 +189,19 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     # over layers and kept, one mask for every tile.
     names = ("query", "query_tokens", "key_tokens", "query_lengths", "key_lengths", "seed", "place")
     tied = lax.optimization_barrier({name: getattr(inputs, name) for name in names})
-    out, lse = core.attend(spec, manual.vary_alike(inputs._replace(**tied))[0])
+    out, lse = core.attend(spec, manual.vary_alike(widen_shared(inputs._replace(**tied)))[0])
     return (out, lse) if keywords["return_residual"] else out
+
+
+def widen_shared(inputs: Inputs) -> Inputs:
+    """Options in half precision that devices share, in float32: so are their gradients until they have been summed."""
+
+    def wide(x: Any) -> Any:
+        shared = x is not None and is_float(x) and manual.is_shared(x, inputs)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if shared else x
+
+    args = tuple(map(wide, inputs.score_args))
+    return inputs._replace(bias=wide(inputs.bias), sinks=wide(inputs.sinks), score_args=args)
 
 
 def make_spec(

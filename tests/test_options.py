@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import option_cases
 import pytest
-from option_cases import assert_matches, check, error, expected, local_call, mesh_call, run
+from attention_cases import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
+from option_cases import BFLOAT16_STEP, assert_matches, check, error, expected, local_call, mesh_call, run
 from option_inputs import Options, arrays
 from option_samples import DOMAINS, cases, coverage, sample
 
@@ -222,6 +223,64 @@ def test_positions_by_the_keys_documents():
     got = run(case, mesh_call(case), (floats, others, cotangents))
     for name, limit in option_cases.limits(case, got).items():
         assert error(name, got[name], want[name]) <= limit, name
+
+
+def solve_exactly(case: Options, floats, others, cotangents):
+    """The truth for arrays of any dtype."""
+    wide = jax.tree.map(lambda x: x.astype(np.float64), floats)
+    return option_cases.solve(case, wide, others, cotangents)._asdict()
+
+
+def assert_rounded_once(got, want):
+    """Entry by entry: as near as float32 comes, and the one rounding of those that are in half precision."""
+    for name, x in got.items():
+        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(want[name]), strict=True):
+            seen = np.isfinite(b)
+            allowed = FORWARD_TOLERANCE if name in ("out", "lse") else GRADIENT_TOLERANCE * np.abs(b[seen]).max()
+            allowed += np.abs(b[seen]) * (BFLOAT16_STEP if a.dtype == "bfloat16" else 0)
+            assert (np.abs(a[seen].astype(np.float64) - b[seen]) <= allowed).all(), name
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradients_of_what_devices_share_are_rounded_once(inside: bool):
+    case = Options(ring=8, length=64, bias="NS", sinks=True, score_fn="table", is_causal=True, seed=7)
+    floats, others, cotangents = arrays(case)
+    shared = {name: floats[name] for name in ("bias", "sinks", "score_args")}
+    floats = floats | jax.tree.map(lambda x: x.astype("bfloat16"), shared)
+    attend = local_call(case) if inside else mesh_call(dataclasses.replace(case, data=2))
+    got = run(case, attend, (floats, others, cotangents))
+    assert all(x.dtype == "bfloat16" for x in (got["bias"], got["sinks"], *got["score_args"]))
+    assert_rounded_once(got, solve_exactly(case, floats, others, cotangents))
+
+
+FAR = {"positions": np.arange(0, 2400, 100, dtype=np.int32)}
+SLOPES = np.array([0.01, 0.02, 0.005, 0.03], np.float32)
+
+
+def test_half_precision_arguments_far_away():
+    """Slopes in bfloat16 times distances of up to 2,300: scores in bfloat16 would be off by a tenth."""
+    case = Options(length=24, score_fn="alibi", seed=9)
+    floats, others, cotangents = arrays(case)
+    given = floats | {"score_args": (SLOPES.astype("bfloat16"),)}, others | FAR, cotangents
+    want = solve_exactly(case, *given)
+    assert_rounded_once(run(case, mesh_call(case), given), want)
+    assert_rounded_once(run(case, functools.partial(ring_jax.reference_attention, **case.static()), given), want)
+
+
+@pytest.mark.parametrize(("dtype", "of_args"), [(np.float64, np.float32), (np.float32, np.float64)])
+def test_arguments_of_another_width_under_x64(dtype, of_args):
+    """The wider of both counts for what the function computes; each gradient has the dtype of its array."""
+    case = Options(length=24, score_fn="alibi", seed=9)
+    floats, others, cotangents = arrays(case)
+    floats = {name: x.astype(dtype) for name, x in floats.items() if name != "score_args"}
+    given = floats | {"score_args": (SLOPES.astype(of_args),)}, others | FAR, cotangents
+    want = solve_exactly(case, *given)
+    with jax.enable_x64(True):
+        got = run(case, mesh_call(case), given)
+    assert (got["out"].dtype, got["score_args"][0].dtype) == (dtype, of_args)
+    assert_rounded_once(got, want)
+    if dtype == np.float64:
+        assert error("out", got["out"], want["out"]) < 1e-12
 
 
 POISONED = {

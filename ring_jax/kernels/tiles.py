@@ -55,7 +55,7 @@ class Pairs(NamedTuple):
     bias: Array | None = None  # [R, b, K, G, T, S], each 1 where it is the same for all
     mask: Array | None = None
     heads: Array | None = None  # [K, G], numbers in the whole model
-    score_args: tuple[Any, ...] = ()
+    score_args: tuple[Any, ...] = ()  # the floats in the dtype of the scores at least, see `widened`
 
 
 def tile_size(length: int, chunk: int, num_heads: int = MANY_HEADS) -> int:
@@ -192,7 +192,7 @@ class Tile(NamedTuple):
         return self._turn(jnp.asarray(new, s.dtype).reshape(natural.shape))
 
     def modify_and_pull(self, s: Array) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
-        """`modify`, and its gradient: of the scores, and of the float arguments in float32 at least."""
+        """`modify`, and its gradient: of the scores and of the float arguments."""
         if self.tiling.scores.score_fn is None:
             return s, lambda ds: (ds, ())
         args = self.tiling.pairs.score_args
@@ -202,7 +202,7 @@ class Tile(NamedTuple):
             values = iter(new)
             return self._modify(s, tuple(next(values) if is_float(x) else x for x in args))
 
-        new, pull = jax.vjp(fun, s, *(x.astype(jnp.promote_types(x.dtype, s.dtype)) for x in floats))
+        new, pull = jax.vjp(fun, s, *floats)
 
         def pull_all(ds: Array) -> tuple[Array, tuple[Array, ...]]:
             ds, *dargs = pull(ds)
@@ -270,6 +270,11 @@ class Tile(NamedTuple):
 
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def widened(args: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """The floats in ``dtype`` at least: a score computed from half precision would be off by percents far away."""
+    return tuple(x.astype(jnp.promote_types(x.dtype, dtype)) if is_float(x) else x for x in args)
 
 
 def float_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
