@@ -112,8 +112,9 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     dout = ulysses.heads_for_sequence(grid, dout)
     dlse = ulysses.heads_for_sequence(grid, dlse) if spec.return_lse else jnp.zeros_like(saved.lse)
     cotangents, dsinks = _cotangents(problem, inner, saved, dout, dlse)
-    query = problem.queries.query  # the cotangents of a row that is not finite are NaN already, where they count
-    query = jnp.where(jnp.isfinite(query).all(-1, keepdims=True), query, 0)
+    query = problem.queries.query  # a row that is not finite has lse NaN, where it counts
+    finite = jnp.isfinite(query).all(-1) & ~jnp.isnan(problem.layout.tokens(saved.lse, True))
+    query = jnp.where(finite[..., None], query, 0)
     problem = problem._replace(queries=problem.queries._replace(query=query))
     sums = (all_gather if spec.strategy == "all_gather" else ring).backward(problem, cotangents)
     dtype = query.dtype
@@ -148,7 +149,10 @@ def _cotangents(
         dout = jnp.where(alive[..., None], dout.astype(dtype) * share[..., None], 0)
         delta = delta * share
     delta = jnp.where(alive, delta - dlse, 0)
-    lse = jnp.where(alive, saved.lse, jnp.inf)
+    # A cotangent that is not finite goes into the probabilities: a key that its row does not see would get 0 * NaN.
+    finite = jnp.isfinite(dout).all(-1)
+    dout = jnp.where(finite[..., None], dout, jnp.zeros((), dout.dtype))
+    lse = jnp.where(alive, jnp.where(finite, saved.lse, jnp.nan), jnp.inf)
     lost = None if saved.lost_lse is None else jnp.where(alive, saved.lost_lse, 0)
     dout, lse, delta = (problem.layout.tokens(x, True) for x in (dout, lse, delta))
     return Cotangents(dout, lse, delta, None if lost is None else problem.layout.tokens(lost, True)), dsinks

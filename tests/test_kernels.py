@@ -138,6 +138,22 @@ def test_what_is_hidden_may_hold_anything(kernel: str, name: str):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_a_document_of_nan_that_the_loss_reads(kernel: str):
+    """Its gradients are NaN, those of the other documents of a tile are as without."""
+    case = Options(length=24, schedule=TILES, tokens="packed", soft_cap=3.0, seed=3)
+    floats, others, cotangents = arrays(case)
+    bad = others["segment_ids"] == others["segment_ids"].max(1, keepdims=True)
+    want = option_cases.solve(case, floats, others, cotangents)._asdict()
+    poison = {name: np.where(bad[..., None, None], np.float32(np.nan), x) for name, x in floats.items()}
+    with interpret.kernels():
+        got = run(case, functools.partial(mesh_call(case), implementation=kernel), (poison, others, cotangents))
+    for name, x in got.items():
+        limit = option_cases.limits(case, [name])[name]
+        assert error(name, x[~bad].astype(np.float64), want[name][~bad]) <= limit, name
+    assert np.isnan(got["key"][bad]).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_under_vmap_and_checkpoint(kernel: str):
     case = Options(length=24, schedule=TILES, is_causal=True, tokens="packed")
     floats, others, _ = arrays(case)

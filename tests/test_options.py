@@ -324,3 +324,23 @@ def test_poison_in_what_is_hidden(kind: str, placed):
             share = 1 - np.isfinite(x[here]).mean()
             wrong.append(f"{name}: {share:.0%} not finite" if share else f"{name} is wrong")
     assert not wrong, ", ".join(wrong)
+
+
+@pytest.mark.parametrize("filling", [np.nan, 3e38], ids=str)
+@pytest.mark.parametrize("placed", [ONE, FOUR], ids=["one-tile", "ring-of-4"])
+def test_poison_with_a_loss_on_all_rows(placed, filling: float):
+    """One document holds NaN, cotangents too, or numbers whose products overflow: the others' gradients are right."""
+    case = Options(**placed, tokens="packed", soft_cap=5.0, sinks=True, seed=3)
+    floats, others, (dout, dlse) = arrays(case)
+    ids = others["segment_ids"]
+    bad = ids == ids.max(1, keepdims=True)
+    assert bad.any(1).all() and (~bad & (ids != 0)).any(1).all()
+    want = option_cases.solve(case, floats, others, (dout, dlse))._asdict()
+    poison = floats | {x: np.where(bad[..., None, None], filling, floats[x]) for x in ("query", "key", "value")}
+    poison = jax.tree.map(lambda x: x.astype(np.float32), poison)
+    dout = np.where(bad[..., None, None], np.float32(np.nan if np.isnan(filling) else 1), dout)
+    got = run(case, mesh_call(case), (poison, others, (dout, dlse)))
+    for name in ("out", "lse", "query", "key", "value"):
+        limit = option_cases.limits(case, [name])[name]
+        assert error(name, got[name][~bad].astype(np.float64), want[name][~bad]) <= limit, name
+    assert np.isnan(got["key"][bad]).any(-1).all(), "the loss has this gradient"

@@ -167,10 +167,12 @@ class Tile(NamedTuple):
         cap = self.tiling.scores.soft_cap
         return s if cap is None else cap * jnp.tanh(s / cap)
 
-    def uncap(self, ds: Array, capped: Array) -> Array:
-        """The gradient through `cap`, from its result."""
+    def pull_cap(self, ds: Array, capped: Array, s: Array) -> Array:
+        """The gradient through `cap`, from its result; 0 where hidden, as slopes of cap and score function there may
+        be anything."""
         cap = self.tiling.scores.soft_cap
-        return ds if cap is None else ds * (1 - jnp.square(capped / cap))
+        ds = ds if cap is None else ds * (1 - jnp.square(capped / cap))
+        return ds if cap is None and self.tiling.scores.score_fn is None else self.hide(ds, s)
 
     def modify(self, s: Array) -> Array:
         """The caller's score function."""
@@ -251,10 +253,9 @@ class Tile(NamedTuple):
         visible = self._visible()
         return s if visible is None else jnp.where(visible, s, -jnp.inf)
 
-    def hide(self, ds: Array) -> Array:
-        """0 where the mask forbids, after a score function whose slope there may be anything."""
-        visible = self._visible() if self.tiling.scores.score_fn is not None else None
-        return ds if visible is None else jnp.where(visible, ds, 0)
+    def hide(self, ds: Array, s: Array) -> Array:
+        """0 where a masked score is -inf, whatever was computed there."""
+        return jnp.where(s == -jnp.inf, 0, ds)
 
     def drop(self, p: Array) -> Array:
         """Dropout: what stays is divided by the chance to stay."""

@@ -75,7 +75,8 @@ def backward_block(
 
     p = exp(s - lse), dv = p^T dout, ds = p * (dout v^T - delta), and ds goes back through bias, score function, cap and
     scale to dq = ds k, dk = ds^T q. Scores are held as [keys, queries] here: then no product needs a transposed copy
-    of a whole tile. A key that is not finite is 0 in the products: rows that see it have lse NaN already.
+    of a whole tile. A key that is not finite is 0 in the products: rows that see it have lse NaN already. The mask
+    comes after the lse, and once more on ds: a row that is NaN has no part in the gradients of keys it does not see.
     """
     head, dtype = queries.query.shape[-1], sums.query.dtype
     tiling = Tiling(queries, keys, pairs, scores, tiles, transposed=True)
@@ -98,12 +99,13 @@ def backward_block(
             raw = jnp.einsum("bksh,bkgth->bksgt", k_tile, q_tile, preferred_element_type=dtype)
             capped = tile.cap(raw * jnp.asarray(scores.scale, dtype))
             modified, pull = tile.modify_and_pull(capped)
-            s = tile.mask(tile.bias(modified)) - lse[:, :, None]
-            p = jnp.exp(s - lost[0][:, :, None] if lost else s)
+            s = tile.bias(modified) - lse[:, :, None]
+            s = tile.mask(s - lost[0][:, :, None] if lost else s)
+            p = jnp.exp(s)
             dp = tile.drop(jnp.einsum("bksh,bkgth->bksgt", v_tile, do_tile, preferred_element_type=dtype))
-            ds = p * (dp - delta[:, :, None])
+            ds = tile.hide(p * (dp - delta[:, :, None]), s)
             ds_modified, dargs = pull(ds)
-            draw = tile.uncap(tile.hide(ds_modified), capped) * jnp.asarray(scores.scale, dtype)
+            draw = tile.pull_cap(ds_modified, capped, s) * jnp.asarray(scores.scale, dtype)
             dv_tile += jnp.einsum("bksgt,bkgth->bksh", tile.drop(p), do_tile.astype(dtype))
             dk_tile += jnp.einsum("bksgt,bkgth->bksh", draw, q_tile.astype(dtype))
             dq_tile = rows_of(sums.query, row, begin, tiles[0], 4)
