@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from ring_jax import core, dropout, layouts, manual, options
+from ring_jax import core, dropout, layouts, manual, options, routes
 from ring_jax.kernels import registry
 from ring_jax.kernels.protocol import Call
 from ring_jax.kernels.tiles import Scores, is_float
@@ -285,16 +285,17 @@ def settle_kernel(
 ) -> Spec:
     """The spec with the kernel that computes its blocks, see `registry.choose`.
 
-    ``is_local`` says that the inputs are those of one of the ``num_shards``. An exchange of heads makes blocks longer,
-    never shorter.
+    ``is_local`` says that the inputs are those of one of the ``num_shards``.
     """
     given = inputs.query_tokens.segment_ids, inputs.query_lengths, inputs.key_lengths, spec.real_lengths
     cut = 1 if is_local else num_shards
+    local = inputs.query.shape[1] // cut, inputs.key.shape[1] // cut
+    place = routes.devices_a_place(num_shards, spec.strategy, spec.schedule, *spec.num_heads)
     call = Call(
         *target,
         dtype=inputs.query.dtype,
         head_sizes=(inputs.query.shape[-1], inputs.value.shape[-1]),
-        lengths=(inputs.query.shape[1] // cut, inputs.key.shape[1] // cut),
+        lengths=(local[0] * place, local[1] * (num_shards if spec.strategy == "all_gather" else place)),
         scores=spec.scores,
         layout=spec.layout,
         default_positions=spec.default_positions,
