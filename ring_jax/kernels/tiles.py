@@ -109,6 +109,13 @@ class Tiling(NamedTuple):
         query, key = (jnp.asarray(masks.tile_starts(*x)) for x in zip(self.lengths, self.sizes, strict=True))
         return query, key
 
+    @property
+    def hides(self) -> bool:
+        """Some rule is on that may hide a pair; without one `Tile.mask` is the identity."""
+        has_segments = self.queries.tokens.segment_ids is not None and self.keys.tokens.segment_ids is not None
+        overlap = any(length % size for length, size in zip(self.lengths, self.sizes, strict=True))
+        return has_segments or overlap or self.scores.rules.read_positions or self.pairs.mask is not None
+
     def live(self) -> Array:
         """``[R, nq, nk]``, see `masks.tile_live`."""
         query = masks.tile_bounds(self.queries.tokens, self.lengths[0], self.sizes[0])
@@ -251,11 +258,12 @@ class Tile(NamedTuple):
     def mask(self, s: Array) -> Array:
         """-inf where the mask forbids."""
         visible = self._visible()
+        assert (visible is not None) == self.tiling.hides
         return s if visible is None else jnp.where(visible, s, -jnp.inf)
 
     def hide(self, ds: Array, s: Array) -> Array:
         """0 where a masked score is -inf, whatever was computed there."""
-        return jnp.where(s == -jnp.inf, 0, ds)
+        return jnp.where(s == -jnp.inf, 0, ds) if self.tiling.hides else ds
 
     def drop(self, p: Array) -> Array:
         """Dropout: what stays is divided by the chance to stay."""
