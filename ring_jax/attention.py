@@ -147,7 +147,7 @@ def dot_product_attention(
         manual.first_index(shards.outer_heads, inputs.query, query.shape[2]),
     )
     inputs = place(shards, inputs._replace(place=outer), shards.inputs(inputs))
-    inputs = manual.vary_alike(inputs)[0]  # inside another shard_map gradients are then of one type
+    inputs = manual.vary_alike(sharded.widen_shared(inputs))[0]  # inside another shard_map: gradients of one type
     out, lse = (padding.query.remove(shards, x) for x in _attend(spec, shards, inputs))
     return (out, lse) if return_residual else out
 
@@ -185,11 +185,18 @@ def _settle(shards: Shards, spec: Spec, inputs: Inputs, padding: Padding) -> Spe
 def _shard_map(body, shards: Shards, in_specs, out_specs):
     """``body`` on local shards: manual over every axis of the mesh that is not manual already.
 
-    An interpreted kernel has constants without axes, so that types cannot be checked around it.
+    An interpreted kernel has constants without axes, so that types cannot be checked around it. Outside of `jax.jit` it
+    is a program all the same: op by op each of its constants is a result, which `jax_debug_nans` takes for a fault.
     """
     nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
     names, mesh, check = frozenset(shards.names), None if nested else shards.mesh, not interpret.is_on()
-    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=check)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=check)
+
+    def run(*args):
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        return (mapped if is_traced else jax.jit(mapped))(*args)
+
+    return run
 
 
 def _local(spec: Spec, shards: Shards, inputs: Inputs, like: Array) -> Inputs:
@@ -234,7 +241,8 @@ def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
 
     gradients: Any = core.InputGradients(arrays, arrays, arrays, specs.bias, specs.sinks, floats(specs.score_args))
     in_specs = (specs, shards.saved, shards.arrays, shards.arrays)
-    return (core.as_cotangents(_shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)),)
+    summed = _shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)
+    return (core.as_cotangents(summed, inputs),)
 
 
 def _sum_shared(shards: Shards, x: Array, spec: jax.P) -> Array:

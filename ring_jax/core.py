@@ -33,7 +33,11 @@ class Saved(NamedTuple):
 
 
 class InputGradients(NamedTuple):
-    """In the dtypes and shapes of the inputs, of this device alone: what is shared is still to be summed."""
+    """In the shapes of the inputs, of this device alone.
+
+    What devices may share is still to be summed, and in the dtype of its accumulator: rounded before, the error of
+    the sum would grow with the devices.
+    """
 
     query: Array
     key: Array
@@ -49,7 +53,7 @@ def _grid(spec: Spec) -> Grid:
 
 def _exchange(grid: Grid, inputs: Inputs, arrays: tuple[Array, Array, Array] | None) -> Inputs:
     query, key, value = arrays or ulysses.enter_arrays(grid, inputs)
-    inner = ulysses.enter_tokens(grid, inputs)
+    inner = ulysses.enter_tokens(grid, inputs, query.shape[1] // grid.ulysses)
     place = inputs.place
     first_head = place.first_head + (place.rank % grid.ulysses) * query.shape[2]
     return inner._replace(query=query, key=key, value=value, place=place._replace(first_head=first_head))
@@ -108,8 +112,9 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     dout = ulysses.heads_for_sequence(grid, dout)
     dlse = ulysses.heads_for_sequence(grid, dlse) if spec.return_lse else jnp.zeros_like(saved.lse)
     cotangents, dsinks = _cotangents(problem, inner, saved, dout, dlse)
-    query = problem.queries.query  # the cotangents of a row that is not finite are NaN already, where they count
-    query = jnp.where(jnp.isfinite(query).all(-1, keepdims=True), query, 0)
+    query = problem.queries.query  # a row that is not finite has lse NaN, where it counts
+    finite = jnp.isfinite(query).all(-1) & ~jnp.isnan(problem.layout.tokens(saved.lse, True))
+    query = jnp.where(finite[..., None], query, 0)
     problem = problem._replace(queries=problem.queries._replace(query=query))
     sums = (all_gather if spec.strategy == "all_gather" else ring).backward(problem, cotangents)
     dtype = query.dtype
@@ -117,10 +122,10 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     routing = ulysses.route_heads(grid, *spec.num_heads)
     dkv = ulysses.leave_keys(grid, routing, problem.layout.heads(sums.keys, False), inputs.place.rank, dtype)
     dk, dv = jnp.split(dkv, [query.shape[-1]], axis=-1)
-    dbias = None if sums.bias is None else _leave_bias(grid, inputs, sums.bias)
+    dbias = None if sums.bias is None else _leave_bias(grid, inputs, problem.lengths[0], sums.bias)
     dsinks = None if dsinks is None else _leave_sinks(grid, inputs, dsinks)
     dargs = iter(sums.args)
-    args = tuple(next(dargs).astype(x.dtype) if is_float(x) else None for x in inputs.score_args)
+    args = tuple(next(dargs) if is_float(x) else None for x in inputs.score_args)
     return InputGradients(dq, dk, dv, dbias, dsinks, args)
 
 
@@ -144,20 +149,24 @@ def _cotangents(
         dout = jnp.where(alive[..., None], dout.astype(dtype) * share[..., None], 0)
         delta = delta * share
     delta = jnp.where(alive, delta - dlse, 0)
-    lse = jnp.where(alive, saved.lse, jnp.inf)
+    # A cotangent that is not finite goes into the probabilities: a key that its row does not see would get 0 * NaN.
+    finite = jnp.isfinite(dout).all(-1)
+    dout = jnp.where(finite[..., None], dout, jnp.zeros((), dout.dtype))
+    lse = jnp.where(alive, jnp.where(finite, saved.lse, jnp.nan), jnp.inf)
     lost = None if saved.lost_lse is None else jnp.where(alive, saved.lost_lse, 0)
     dout, lse, delta = (problem.layout.tokens(x, True) for x in (dout, lse, delta))
     return Cotangents(dout, lse, delta, None if lost is None else problem.layout.tokens(lost, True)), dsinks
 
 
-def _leave_bias(grid: Grid, inputs: Inputs, dbias: Array) -> Array:
-    """The gradient of a bias ``[R, b, K, G, T, S]``, through the transpose of the exchange."""
+def _leave_bias(grid: Grid, inputs: Inputs, length: int, dbias: Array) -> Array:
+    """The gradient of a bias ``[R, b, K, G, T, S]``, through the transpose of the exchange of ``length`` queries."""
     bias = cast(Array, inputs.bias)
     dbias = dbias.reshape(dbias.shape[0] * dbias.shape[1], -1, *dbias.shape[4:])
     if grid.ulysses > 1:
         member, like = inputs.place.rank % grid.ulysses, bias.astype(dbias.dtype)
-        (dbias,) = jax.vjp(lambda x: ulysses.enter_pairwise(grid, x, member), like)[1](dbias)
-    return dbias.astype(bias.dtype)
+        enter = functools.partial(ulysses.enter_pairwise, grid, length=length // grid.ulysses, member=member)
+        (dbias,) = jax.vjp(enter, like)[1](dbias)
+    return dbias
 
 
 def _leave_sinks(grid: Grid, inputs: Inputs, dsinks: Array) -> Array:
@@ -167,7 +176,7 @@ def _leave_sinks(grid: Grid, inputs: Inputs, dsinks: Array) -> Array:
         member, full = inputs.place.rank % grid.ulysses, jnp.zeros(sinks.shape, dsinks.dtype)
         full, dsinks, start = manual.vary_alike(full, dsinks, member * len(dsinks))
         dsinks = lax.dynamic_update_slice_in_dim(full, dsinks, start, 0)
-    return dsinks.astype(sinks.dtype)
+    return dsinks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -206,11 +215,19 @@ def kept(inputs: Inputs, saved: Saved) -> Inputs:
 
 
 def _attend_backward(spec: Spec, residuals, cotangents):
-    return (as_cotangents(backward(spec, *residuals, *cotangents)),)
+    return (as_cotangents(backward(spec, *residuals, *cotangents), residuals[0]),)
 
 
-def as_cotangents(grads: InputGradients) -> Inputs:
-    """In the form of the inputs; None for what has no gradient."""
+def as_cotangents(grads: InputGradients, inputs: Inputs) -> Inputs:
+    """In the form and the dtypes of the inputs; None for what has no gradient."""
+
+    def rounded(x: Array | None, like: Any) -> Array | None:
+        return None if x is None else x.astype(like.dtype)
+
+    args = tuple(map(rounded, grads.score_args, inputs.score_args))
+    grads = grads._replace(
+        bias=rounded(grads.bias, inputs.bias), sinks=rounded(grads.sinks, inputs.sinks), score_args=args
+    )
     return Inputs(*grads, *cast(Any, (None,) * (len(Inputs._fields) - len(grads))))
 
 

@@ -39,6 +39,11 @@ def vary_alike(*trees):
     return jax.tree.map(cast, trees)
 
 
+def is_shared(x: jax.Array, *trees) -> bool:
+    """True where `vary_alike` would cast ``x``, so that its gradient will be a sum over devices."""
+    return any(_varying(y) - _varying(x) for y in jax.tree.leaves(trees))
+
+
 def full_like(shape: tuple[int, ...], value: float, dtype, *like: jax.Array) -> jax.Array:
     """A constant array that varies over the same manual axes as ``like``, as a loop's first carry must."""
     return vary_alike(jnp.full(shape, value, dtype), *like)[0]

@@ -16,7 +16,7 @@ from jax import Array, lax
 from ring_jax import dropout, layouts, manual
 from ring_jax.kernels import registry
 from ring_jax.kernels.protocol import Kernel
-from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
+from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores, widened
 from ring_jax.masks import Tokens
 from ring_jax.options import Schedule
 from ring_jax.routes import Grid, Reach
@@ -189,7 +189,8 @@ def open_problem(spec: Spec, grid: Grid, inputs: Inputs) -> Problem:
     queries = Queries(layout.tokens(query, True), query_tokens, _words(layout, inputs, query_tokens, sides[0][0]))
     num_heads = inputs.query.shape[2]
     heads = inputs.place.first_head + jnp.arange(num_heads, dtype=jnp.int32).reshape(kv_heads, -1)
-    pairs = Pairs(layout.pairwise(inputs.bias), layout.pairwise(inputs.mask), heads, inputs.score_args)
+    score_args = widened(inputs.score_args, jnp.promote_types(query.dtype, jnp.float32))
+    pairs = Pairs(layout.pairwise(inputs.bias), layout.pairwise(inputs.mask), heads, score_args)
     return Problem(spec, grid, inputs.place, layout, queries, Keys(kv, given_keys), pairs, sides[0][0], counts)
 
 

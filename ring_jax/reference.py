@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from ring_jax import dropout, masks, options
+from ring_jax.kernels.tiles import widened
 from ring_jax.masks import Tokens
 from ring_jax.options import TokenIds
 
@@ -43,8 +44,9 @@ def reference_attention(
         lse[t] = log sum_j exp(s[t,j]),   p[t,j] = exp(s[t,j]) / (exp(lse[t]) + exp(sink))
         out[t] = sum_j keep[t,j] / (1 - rate) p[t,j] v[j]
 
-    A query that sees no key gives exactly 0, lse -inf, and no gradient. Runs in the dtype of the inputs (float64 under
-    `jax.enable_x64`; float32 at least), O(T*S) memory, and is differentiated by JAX itself.
+    A query that sees no key gives exactly 0, lse -inf, and no gradient. One that holds NaN or Inf, or sees a key or
+    value that does, is NaN, and gives no gradient either; what is hidden may hold anything. Runs in the dtype of the
+    inputs (float64 under `jax.enable_x64`; float32 at least), O(T*S) memory, and is differentiated by JAX itself.
 
     Args:
       query: ``[B, T, N, H]``. key: ``[B, S, K, H]``, N a multiple of K. value: ``[B, S, K, Hv]``.
@@ -75,23 +77,23 @@ def reference_attention(
     lengths, num_kv_heads = (length, key.shape[1]), key.shape[2]
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     (positions, segment_ids), (key_positions, key_segment_ids) = _tokens(keywords, batch, lengths)
+    tokens = Tokens(positions, segment_ids), Tokens(key_positions, key_segment_ids)
+    allowed = _allowed(keywords, tokens, (batch, num_heads, *lengths))
+    query, spoiled = _clean(query, segment_ids)
+    (key, spoiled_key), (value, spoiled_value) = (_clean(x, key_segment_ids) for x in (key, value))
     grouped = query.astype(dtype).reshape(batch, length, num_kv_heads, -1, head_dim)
     scale = head_dim**-0.5 if scale is None else scale
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key.astype(dtype), precision="highest")
-    scores = scores.reshape(batch, num_heads, *lengths) * jnp.asarray(scale, dtype)
+    scores = jnp.where(allowed, scores.reshape(allowed.shape) * jnp.asarray(scale, dtype), 0)
     if logits_soft_cap is not None:
         scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     if score_fn is not None:
         at, of = positions[:, None, :, None], key_positions[:, None, None, :]
         heads = jnp.arange(num_heads, dtype=jnp.int32)[:, None, None]
-        scores = jnp.asarray(score_fn(scores, at, of, heads, *score_args)).astype(dtype)
+        args = widened(tuple(jnp.asarray(x) for x in score_args), dtype)
+        scores = jnp.asarray(score_fn(scores, at, of, heads, *args)).astype(dtype)
     bias = options.as_pairwise("bias", bias, (batch, num_heads, *lengths))
     scores = scores if bias is None else scores + bias.astype(dtype)
-    rules = masks.Rules(bool(is_causal), options.window_of(local_window_size), chunk_size, mask_fn)
-    allowed = masks.visible(Tokens(positions, segment_ids), Tokens(key_positions, key_segment_ids), rules)
-    allowed = jnp.ones((1, 1, *lengths), bool) if allowed is None else allowed[:, None]
-    dense = options.as_pairwise("mask", mask, (batch, num_heads, *lengths))
-    allowed = jnp.broadcast_to(allowed if dense is None else allowed & dense, scores.shape)
     top = jnp.where(allowed, scores, -jnp.inf).max(-1)
     seen = allowed.any(-1) & (top != -jnp.inf)
     top = lax.stop_gradient(jnp.where(seen, top, 0)[..., None])
@@ -115,8 +117,34 @@ def reference_attention(
         weights = jnp.where(kept, weights / (1 - dropout_rate), 0)
     weights = weights.reshape(batch, num_kv_heads, -1, *lengths)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value.astype(dtype), precision="highest")
-    out = out.reshape(batch, length, num_heads, -1).astype(query.dtype)
-    return (out, lse.transpose(0, 2, 1)) if return_residual else out
+    spoiled = _spoiled(allowed, spoiled, spoiled_key | spoiled_value)
+    out = jnp.where(spoiled[..., None], jnp.nan, out.reshape(batch, length, num_heads, -1)).astype(query.dtype)
+    return (out, jnp.where(spoiled, jnp.nan, lse.transpose(0, 2, 1))) if return_residual else out
+
+
+def _allowed(keywords: dict[str, Any], tokens: tuple[Tokens, Tokens], shape: tuple[int, int, int, int]) -> Array:
+    """The mask ``[B, N, T, S]`` of all rules and of ``mask``."""
+    window, chunk_size = options.window_of(keywords["local_window_size"]), keywords["chunk_size"]
+    rules = masks.Rules(bool(keywords["is_causal"]), window, chunk_size, keywords["mask_fn"])
+    allowed, dense = masks.visible(*tokens, rules), options.as_pairwise("mask", keywords["mask"], shape)
+    allowed = jnp.ones((1, 1, *shape[2:]), bool) if allowed is None else allowed[:, None]
+    return jnp.broadcast_to(allowed if dense is None else allowed & dense, shape)
+
+
+def _clean(x: Any, segment_ids: Array | None) -> tuple[Array, Array]:
+    """The array with 0 for padding and for heads of tokens that are not finite; and which those are, ``[B, T, N]``."""
+    x = jnp.asarray(x)
+    if segment_ids is not None:
+        x = jnp.where((segment_ids != 0)[..., None, None], x, jnp.zeros((), x.dtype))
+    spoiled = ~jnp.isfinite(x).all(-1)
+    return jnp.where(spoiled[..., None], jnp.zeros((), x.dtype), x), spoiled
+
+
+def _spoiled(allowed: Array, query: Array, key: Array) -> Array:
+    """Which queries ``[B, T, N]`` see a key, and are spoiled themselves or see one that is."""
+    key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    query, key = query.transpose(0, 2, 1)[..., None], key.transpose(0, 2, 1)[:, :, None]
+    return (allowed & (query | key)).any(-1).transpose(0, 2, 1)
 
 
 def _tokens(keywords: dict[str, Any], batch: int, lengths: tuple[int, int]) -> list[tuple[Array, Array | None]]:

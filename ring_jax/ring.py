@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ring_jax import layouts, routes, travel
+from ring_jax import layouts, manual, routes, travel
 from ring_jax.kernels.protocol import Carry, Cotangents, Gradients
 from ring_jax.kernels.tiles import Keys, Pairs, float_args
 from ring_jax.problem import Problem, columns, put_columns, wire_dtype, zeros
@@ -106,7 +106,8 @@ def _backward_with_queries(problem: Problem, cotangents: Cotangents) -> Gradient
 
 def zero_args(problem: Problem) -> tuple[Array, ...]:
     """Accumulators for the gradients of the float score_args."""
-    return tuple(zeros(problem, jnp.shape(x)) for x in float_args(problem.pairs.score_args))
+    query, args = problem.queries.query, float_args(problem.pairs.score_args)
+    return tuple(manual.full_like(x.shape, 0, x.dtype, query) for x in args)
 
 
 def queries_travel(problem: Problem, cotangents: Cotangents) -> bool:

@@ -80,7 +80,7 @@ class Grid(NamedTuple):
 def make_grid(axis_name: str, strategy: str, schedule: Schedule, num_heads: int, num_kv_heads: int) -> Grid:
     """Cut the axis for a strategy; raise ValueError for sizes that do not fit."""
     size = manual.axis_size(axis_name)
-    ulysses = {"ulysses": size, "usp": ulysses_size(size, schedule, num_heads, num_kv_heads)}.get(strategy, 1)
+    ulysses = devices_a_place(size, strategy, schedule, num_heads, num_kv_heads)
     if num_heads % ulysses:
         fits = max(n for n in divisors(size) if num_heads % n == 0)
         other = f' or "usp" with ulysses_size={fits}' if fits > 1 else ""
@@ -95,6 +95,13 @@ def make_grid(axis_name: str, strategy: str, schedule: Schedule, num_heads: int,
         raise ValueError(f"inner_size={inner} {rule}; choose one of {divisors(places)}")
     inner = min(inner, places)
     return Grid(axis_name, places // inner, inner, ulysses)
+
+
+def devices_a_place(size: int, strategy: str, schedule: Schedule, num_heads: int, num_kv_heads: int) -> int:
+    """How many devices exchange heads for sequence."""
+    if strategy == "usp":
+        return ulysses_size(size, schedule, num_heads, num_kv_heads)
+    return size if strategy == "ulysses" else 1
 
 
 def ulysses_size(size: int, schedule: Schedule, num_heads: int, num_kv_heads: int) -> int:

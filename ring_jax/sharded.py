@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from ring_jax import core, dropout, layouts, manual, options
+from ring_jax import core, dropout, layouts, manual, options, routes
 from ring_jax.kernels import registry
 from ring_jax.kernels.protocol import Call
-from ring_jax.kernels.tiles import Scores
+from ring_jax.kernels.tiles import Scores, is_float
 from ring_jax.masks import Rules, Tokens
 from ring_jax.mesh import Target, target
 from ring_jax.options import Schedule, TokenIds
@@ -189,8 +189,19 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     # over layers and kept, one mask for every tile.
     names = ("query", "query_tokens", "key_tokens", "query_lengths", "key_lengths", "seed", "place")
     tied = lax.optimization_barrier({name: getattr(inputs, name) for name in names})
-    out, lse = core.attend(spec, manual.vary_alike(inputs._replace(**tied))[0])
+    out, lse = core.attend(spec, manual.vary_alike(widen_shared(inputs._replace(**tied)))[0])
     return (out, lse) if keywords["return_residual"] else out
+
+
+def widen_shared(inputs: Inputs) -> Inputs:
+    """Options in half precision that devices share, in float32: so are their gradients until they have been summed."""
+
+    def wide(x: Any) -> Any:
+        shared = x is not None and is_float(x) and manual.is_shared(x, inputs)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if shared else x
+
+    args = tuple(map(wide, inputs.score_args))
+    return inputs._replace(bias=wide(inputs.bias), sinks=wide(inputs.sinks), score_args=args)
 
 
 def make_spec(
@@ -209,8 +220,8 @@ def make_spec(
         keywords["score_fn"],
         float(keywords["dropout_rate"]),
     )
-    positions = keywords["positions"]
-    one_order = not isinstance(positions, tuple) and query.shape[1] == key.shape[1]
+    positions, segments = keywords["positions"], keywords["segment_ids"]
+    one_order = query.shape[1] == key.shape[1] and not any(isinstance(x, tuple) for x in (positions, segments))
     return Spec(
         axis_name,
         strategy,
@@ -220,8 +231,8 @@ def make_spec(
         bool(keywords["return_residual"]),
         keywords["schedule"] or Schedule(),
         default_positions=positions is None,
-        # Positions without segment ids may restart all the same: then nothing is skipped but at run time.
-        promised=positions is None or (one_order and keywords["segment_ids"] is not None),
+        # Positions may restart without segment ids, or by another side's: then nothing is skipped but at run time.
+        promised=positions is None or (one_order and segments is not None),
     )
 
 
@@ -274,16 +285,17 @@ def settle_kernel(
 ) -> Spec:
     """The spec with the kernel that computes its blocks, see `registry.choose`.
 
-    ``is_local`` says that the inputs are those of one of the ``num_shards``. An exchange of heads makes blocks longer,
-    never shorter.
+    ``is_local`` says that the inputs are those of one of the ``num_shards``.
     """
     given = inputs.query_tokens.segment_ids, inputs.query_lengths, inputs.key_lengths, spec.real_lengths
     cut = 1 if is_local else num_shards
+    local = inputs.query.shape[1] // cut, inputs.key.shape[1] // cut
+    place = routes.devices_a_place(num_shards, spec.strategy, spec.schedule, *spec.num_heads)
     call = Call(
         *target,
         dtype=inputs.query.dtype,
         head_sizes=(inputs.query.shape[-1], inputs.value.shape[-1]),
-        lengths=(inputs.query.shape[1] // cut, inputs.key.shape[1] // cut),
+        lengths=(local[0] * place, local[1] * (num_shards if spec.strategy == "all_gather" else place)),
         scores=spec.scores,
         layout=spec.layout,
         default_positions=spec.default_positions,

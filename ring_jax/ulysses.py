@@ -102,8 +102,11 @@ def _sum_into(count: int, heads: Array, x: Array) -> Array:
     return jnp.einsum("BTnH,nm->BTmH", x, jax.nn.one_hot(heads, count, dtype=x.dtype), precision="highest")
 
 
-def enter_tokens(grid: Grid, inputs: Inputs) -> Inputs:
-    """Everything besides query, key and value: tokens of the whole place, this device's heads of the rest."""
+def enter_tokens(grid: Grid, inputs: Inputs, length: int) -> Inputs:
+    """Everything besides query, key and value: tokens of the whole place, this device's heads of the rest.
+
+    ``length`` counts the queries of this device before the exchange.
+    """
     if grid.ulysses == 1:
         return inputs
     member = inputs.place.rank % grid.ulysses
@@ -111,9 +114,9 @@ def enter_tokens(grid: Grid, inputs: Inputs) -> Inputs:
     def gather(tokens):
         return jax.tree.map(lambda x: _all_gather(grid, x, 1), tokens)
 
-    mask = None if inputs.mask is None else enter_pairwise(grid, inputs.mask, member)
+    mask = None if inputs.mask is None else enter_pairwise(grid, inputs.mask, length, member)
     return inputs._replace(
-        bias=None if inputs.bias is None else enter_pairwise(grid, inputs.bias, member),
+        bias=None if inputs.bias is None else enter_pairwise(grid, inputs.bias, length, member),
         sinks=None if inputs.sinks is None else own_heads(grid, inputs.sinks, member, 0),
         mask=mask,
         query_tokens=gather(inputs.query_tokens),
@@ -127,8 +130,13 @@ def own_heads(grid: Grid, x: Array, member: Array, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, member * count, count, axis)
 
 
-def enter_pairwise(grid: Grid, x: Array, member: Array) -> Array:
-    """A bias or mask ``[B, N, T, S]``, its axes 1 where it is the same for all, for this device's heads."""
+def enter_pairwise(grid: Grid, x: Array, length: int, member: Array) -> Array:
+    """A bias or mask ``[B, N, T, S]``, its axes 1 where it is the same for all, for this device's heads.
+
+    A device with one query may have a row of its own or the one of all: it is exchanged, which is right for both. Of
+    heads a device has as many as there are devices in the exchange, so that there 1 is never one of several.
+    """
+    one_row = x.shape[2] == 1 and length > 1
     if x.shape[1] == 1:
-        return x if x.shape[2] == 1 else _all_gather(grid, x, 2)
-    return own_heads(grid, x, member, 1) if x.shape[2] == 1 else _all_to_all(grid, x, 1, 2)
+        return x if one_row else _all_gather(grid, x, 2)
+    return own_heads(grid, x, member, 1) if one_row else _all_to_all(grid, x, 1, 2)

@@ -178,7 +178,8 @@ def limits(case: Options, names) -> dict[str, float]:
     if case.dtype != "float32":
         half = half_errors(dataclasses.replace(case, ring=1, data=1, tensor=1, strategy="ring", schedule=()))
         # What is not rounded to half precision need not be nearer than in float32; one number is rounded by chance.
-        least = exact | {"lse": 2e-5} | ({"bias": HALF_FACTOR * BFLOAT16_STEP} if "bias" in exact else {})
+        rounded_once = BFLOAT16_STEP + GRADIENT_TOLERANCE
+        least = exact | {"lse": 2e-5} | ({"bias": rounded_once} if "bias" in exact else {})
         exact = {name: max(HALF_FACTOR * half[name], least[name]) for name in names}
     if dict(case.schedule).get("gradient_dtype") == "bfloat16":  # one rounding a hop
         exact |= {name: exact[name] + case.ring * BFLOAT16_STEP / 2 for name in ("query", "key", "value")}

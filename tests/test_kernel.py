@@ -84,3 +84,23 @@ def test_no_live_tile_is_skipped(seed: int, tile: int, rules: Rules, end: int):
     for row, i, j in np.ndindex(live.shape):
         cut = slice(starts[i], starts[i] + tile), slice(starts[j], starts[j] + tile)
         assert live[row, i, j] or not shown[row][cut].any()
+
+
+@pytest.mark.parametrize(("dtype", "full"), [("float32", True), ("bfloat16", False)])
+def test_products_of_float32_are_not_left_to_the_platform(dtype: str, full: bool):
+    """On a CPU the precision that a program asks for changes nothing; on TPU and GPU the default rounds float32."""
+    x = jax.ShapeDtypeStruct((1, 1, 1, 1, 64, 8), dtype)
+    kv = jax.ShapeDtypeStruct((1, 1, 1, 64, 16), dtype)
+    row = jax.ShapeDtypeStruct(x.shape[:-1], "float32")
+    tokens, pairs, scores, sizes = Tokens(None, None), Pairs(), Scores(0.5), (64, 64)
+
+    def both(q, kv, row, wide):
+        queries, keys, sums = Queries(q, tokens), Keys(kv, tokens), protocol.Gradients(wide, 0 * kv, None, ())
+        carry = xla.forward_block(protocol.Carry(wide, row, row), queries, keys, pairs, scores, sizes)
+        sums = sums._replace(keys=sums.keys.astype("float32"))
+        given = protocol.Cotangents(q, row, row, None)
+        return carry, xla.backward_block(sums, queries, given, keys, pairs, scores, sizes)
+
+    text = jax.jit(both).lower(x, kv, row, jax.ShapeDtypeStruct(x.shape, "float32")).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert [line.count("HIGHEST") for line in products] == [2 * full] * 7

@@ -17,11 +17,12 @@ from jax.experimental.pallas import tpu as pltpu
 from option_cases import assert_matches, error, mesh_call, run
 from option_inputs import Options, arrays
 
-from ring_jax import masks
+from ring_jax import masks, options, sharded
 from ring_jax.kernels import interpret, pallas_tpu, pallas_tpu_parts, registry, xla
 from ring_jax.kernels.protocol import Call, Cotangents, Gradients
 from ring_jax.kernels.tiles import Keys, Pairs, Queries, Scores
 from ring_jax.masks import Rules, Tokens
+from ring_jax.mesh import Target
 
 KERNELS = ("pallas_tpu", "pallas_gpu")
 TILES = (("tile_size", 8),)
@@ -135,6 +136,22 @@ def test_what_is_hidden_may_hold_anything(kernel: str, name: str):
         assert error(name, x[here].astype(np.float64), want[name][here]) <= option_cases.limits(case, [name])[name], (
             name
         )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_document_of_nan_that_the_loss_reads(kernel: str):
+    """Its gradients are NaN, those of the other documents of a tile are as without."""
+    case = Options(length=24, schedule=TILES, tokens="packed", soft_cap=3.0, seed=3)
+    floats, others, cotangents = arrays(case)
+    bad = others["segment_ids"] == others["segment_ids"].max(1, keepdims=True)
+    want = option_cases.solve(case, floats, others, cotangents)._asdict()
+    poison = {name: np.where(bad[..., None, None], np.float32(np.nan), x) for name, x in floats.items()}
+    with interpret.kernels():
+        got = run(case, functools.partial(mesh_call(case), implementation=kernel), (poison, others, cotangents))
+    for name, x in got.items():
+        limit = option_cases.limits(case, [name])[name]
+        assert error(name, x[~bad].astype(np.float64), want[name][~bad]) <= limit, name
+    assert np.isnan(got["key"][bad]).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -266,6 +283,37 @@ def test_tpu_kernel_is_chosen_on_tpu_and_refused_elsewhere():
     here = CALL._replace(platform="cpu", device_kind="cpu")
     with pytest.raises(NotImplementedError, match=r"pallas_tpu.*these devices are cpu.*use implementation='xla'"):
         registry.choose("pallas_tpu", here)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "local", "tile", "kernel"),
+    [
+        ("ring", 64, None, "xla"),
+        ("ulysses", 64, None, "pallas_tpu"),  # a block of 512
+        ("usp", 64, None, "pallas_tpu"),  # of 256
+        ("all_gather", 64, None, "xla"),  # 64 queries
+        ("ulysses", 128, 384, "xla"),  # 384 divides no block of 1024
+        ("ulysses", 192, 256, "pallas_tpu"),  # but 256 one of 1536
+        ("all_gather", 128, 384, "xla"),
+        ("all_gather", 256, 512, "pallas_tpu"),
+    ],
+)
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_kernel_is_judged_by_the_blocks_it_gets(is_local: bool, strategy: str, local: int, tile, kernel: str):
+    """Of 8 devices with 8 heads: an exchange of heads makes them longer, a gather makes those of keys."""
+    shape = (1, local * (1 if is_local else 8), 8, 128)
+    x = jax.ShapeDtypeStruct(shape, "bfloat16")
+    keywords = {name: default for name, (default, _) in options.OPTIONS.items()}
+    keywords["schedule"] = options.Schedule(tile_size=tile)
+
+    def settled(x):
+        inputs = sharded.make_inputs(x, x, x, keywords, 8 if is_local else 1)
+        spec = sharded.make_spec(x, x, keywords, "sequence", strategy, (8, 8))
+        chosen.append(sharded.settle_kernel(spec, None, inputs, Target("tpu", "TPU v5p"), 8, is_local).kernel)
+
+    chosen: list[str] = []
+    jax.eval_shape(settled, x)
+    assert chosen == [kernel]
 
 
 @pytest.mark.parametrize(

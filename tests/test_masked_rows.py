@@ -86,6 +86,41 @@ def test_nan_and_inf_checks_stay_silent(dtype: str):
         jax.config.update("jax_debug_nans", False)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_masked_row_under_checks_for_nan_and_inf(dtype: str):
+    """Eight tokens, one of which sees nothing: the masked scores fit the dtype and reach no result."""
+    mask = np.tril(np.ones((8, 8), bool)) & (np.arange(8) != 5)[:, None]
+    mesh, rng = ring_jax.make_mesh(sequence=2), np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        x, dout = (jnp.asarray(rng.normal(size=(1, 8, 2, 4)), dtype) for _ in range(2))
+
+        def slopes(attend, x, dout, **keywords):
+            def loss(x):
+                out = attend(x, x, x, mask=mask, **keywords)
+                return (out * dout).astype(jnp.float32).sum(), out
+
+            return jax.jit(jax.grad(loss, has_aux=True))(x)
+
+        with jax.debug_nans(True), jax.debug_infs(True):
+            got = slopes(ring_jax.dot_product_attention, x, dout, mesh=mesh, strategy="ring")
+        wide = [y.astype(jnp.promote_types(dtype, jnp.float32)) for y in (x, dout)]
+        want = slopes(ring_jax.reference_attention, *wide)
+    limit = {"float64": 1e-12, "float32": 5e-6}.get(dtype, 2 * float(jnp.finfo(dtype).eps))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == dtype and not np.isnan(b).any()
+        np.testing.assert_allclose(np.asarray(a, b.dtype), b, atol=limit * max(1, np.abs(b).max()))
+    assert not got[1][:, 5].any()
+
+
+def test_checks_for_nan_outside_of_jit():
+    """A call on a mesh is one program there, too."""
+    x, mesh = jnp.ones((1, 4, 1, 4)), ring_jax.make_mesh(sequence=2)
+    with jax.debug_nans(True):
+        attend = functools.partial(ring_jax.dot_product_attention, mesh=mesh, strategy="ring", is_causal=True)
+        slope = jax.grad(lambda value: attend(x, x, value).sum())(x)
+    np.testing.assert_allclose(slope.sum(), 16, rtol=1e-6)
+
+
 def test_float64_is_not_rounded():
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(2, 16, 2, 4))

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import option_cases
 import pytest
-from option_cases import assert_matches, check, error, expected, local_call, mesh_call, run
+from attention_cases import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
+from option_cases import BFLOAT16_STEP, assert_matches, check, error, expected, local_call, mesh_call, run
 from option_inputs import Options, arrays
 from option_samples import DOMAINS, cases, coverage, sample
 
@@ -166,6 +167,9 @@ EDGES = {
     "window of one key": Options(**FOUR, window=(0, 0)),
     "chunk of one token": Options(ring=4, layout="striped", chunk=1, sinks=True),
     "one token a shard": Options(ring=8, layout="striped", length=8, is_causal=True, window=(3, 0)),
+    "one token a shard, heads exchanged": Options(ring=4, length=3, strategy="ulysses", bias="BNTS", mask="NT"),
+    "one token a shard, some heads exchanged": Options(ring=4, length=4, strategy="usp", bias="TS", mask="BTS"),
+    "one token a shard, one row for all": Options(ring=4, length=4, strategy="ulysses", bias="NS", mask="S"),
     "two tokens a shard": Options(ring=4, layout="zigzag", length=8, chunk=5, bias="TS"),
     "shards and rows of padding": Options(ring=4, tokens="hollow", is_causal=True, bias="BNTS", sinks=True),
     "ids on one side only, unsorted": Options(ring=3, layout="striped", key_length=36, tokens="pair", window=(20, 20)),
@@ -188,6 +192,97 @@ def test_edge(name: str):
     assert check(EDGES[name]) == "verified"
 
 
+@pytest.mark.parametrize("rows", [4, 1])
+def test_one_token_a_shard_inside_shard_map(rows: int):
+    """A bias ``[N, 1, S]`` on a device with one query: its own row of four, or the row of all."""
+    rng = np.random.default_rng(rows)
+    x, dout = (rng.normal(size=(1, 4, 4, 8)).astype(np.float32) for _ in range(2))
+    bias = rng.normal(size=(4, rows, 4)).astype(np.float32)
+    spec, cut = jax.P(None, "sequence"), jax.P(None, "sequence" if rows > 1 else None)
+    local = jax.shard_map(
+        ring_jax.ulysses_attention,
+        mesh=ring_jax.make_mesh(sequence=4),
+        in_specs=(*3 * (spec,), cut),
+        out_specs=spec,
+    )
+
+    def gradient(attend):
+        return jax.jit(jax.value_and_grad(lambda bias: (attend(x, x, x, bias) * dout).sum()))(bias)
+
+    for got, want in zip(gradient(local), gradient(ring_jax.reference_attention), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_positions_by_the_keys_documents():
+    """Queries in documents 1, 2 see keys in documents 2, 1: live pairs lie where one order of both has none."""
+    case = Options(ring=4, layout="contiguous", length=16, window=(2, 0), seed=5)
+    floats, others, cotangents = arrays(case)
+    ids = np.repeat(np.array([1, 2], np.int32), 8)
+    others = others | {"segment_ids": (ids, 3 - ids), "positions": np.tile(np.arange(8, dtype=np.int32), 2)}
+    want = option_cases.solve(case, floats, others, cotangents)._asdict()
+    got = run(case, mesh_call(case), (floats, others, cotangents))
+    for name, limit in option_cases.limits(case, got).items():
+        assert error(name, got[name], want[name]) <= limit, name
+
+
+def solve_exactly(case: Options, floats, others, cotangents):
+    """The truth for arrays of any dtype."""
+    wide = jax.tree.map(lambda x: x.astype(np.float64), floats)
+    return option_cases.solve(case, wide, others, cotangents)._asdict()
+
+
+def assert_rounded_once(got, want):
+    """Entry by entry: as near as float32 comes, and the one rounding of those that are in half precision."""
+    for name, x in got.items():
+        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(want[name]), strict=True):
+            seen = np.isfinite(b)
+            allowed = FORWARD_TOLERANCE if name in ("out", "lse") else GRADIENT_TOLERANCE * np.abs(b[seen]).max()
+            allowed += np.abs(b[seen]) * (BFLOAT16_STEP if a.dtype == "bfloat16" else 0)
+            assert (np.abs(a[seen].astype(np.float64) - b[seen]) <= allowed).all(), name
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradients_of_what_devices_share_are_rounded_once(inside: bool):
+    case = Options(ring=8, length=64, bias="NS", sinks=True, score_fn="table", is_causal=True, seed=7)
+    floats, others, cotangents = arrays(case)
+    shared = {name: floats[name] for name in ("bias", "sinks", "score_args")}
+    floats = floats | jax.tree.map(lambda x: x.astype("bfloat16"), shared)
+    attend = local_call(case) if inside else mesh_call(dataclasses.replace(case, data=2))
+    got = run(case, attend, (floats, others, cotangents))
+    assert all(x.dtype == "bfloat16" for x in (got["bias"], got["sinks"], *got["score_args"]))
+    assert_rounded_once(got, solve_exactly(case, floats, others, cotangents))
+
+
+FAR = {"positions": np.arange(0, 2400, 100, dtype=np.int32)}
+SLOPES = np.array([0.01, 0.02, 0.005, 0.03], np.float32)
+
+
+def test_half_precision_arguments_far_away():
+    """Slopes in bfloat16 times distances of up to 2,300: scores in bfloat16 would be off by a tenth."""
+    case = Options(length=24, score_fn="alibi", seed=9)
+    floats, others, cotangents = arrays(case)
+    given = floats | {"score_args": (SLOPES.astype("bfloat16"),)}, others | FAR, cotangents
+    want = solve_exactly(case, *given)
+    assert_rounded_once(run(case, mesh_call(case), given), want)
+    assert_rounded_once(run(case, functools.partial(ring_jax.reference_attention, **case.static()), given), want)
+
+
+@pytest.mark.parametrize(("dtype", "of_args"), [(np.float64, np.float32), (np.float32, np.float64)])
+def test_arguments_of_another_width_under_x64(dtype, of_args):
+    """The wider of both counts for what the function computes; each gradient has the dtype of its array."""
+    case = Options(length=24, score_fn="alibi", seed=9)
+    floats, others, cotangents = arrays(case)
+    floats = {name: x.astype(dtype) for name, x in floats.items() if name != "score_args"}
+    given = floats | {"score_args": (SLOPES.astype(of_args),)}, others | FAR, cotangents
+    want = solve_exactly(case, *given)
+    with jax.enable_x64(True):
+        got = run(case, mesh_call(case), given)
+    assert (got["out"].dtype, got["score_args"][0].dtype) == (dtype, of_args)
+    assert_rounded_once(got, want)
+    if dtype == np.float64:
+        assert error("out", got["out"], want["out"]) < 1e-12
+
+
 POISONED = {
     "causal": (Options(is_causal=True), lambda at: at >= 13),
     "window": (Options(window=(3, 2)), lambda at: at == 13),
@@ -199,12 +294,12 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize("placed", [ONE, FOUR], ids=["one-tile", "ring-of-4"])
+@pytest.mark.parametrize("placed", [ONE, FOUR, None], ids=["one-tile", "ring-of-4", "reference"])
 @pytest.mark.parametrize("kind", POISONED)
 def test_poison_in_what_is_hidden(kind: str, placed):
     """NaN and Inf in some queries, keys and values, and no loss on the rows that see them: the rest is as without."""
     case, choose = POISONED[kind]
-    case = dataclasses.replace(case, **placed, seed=3)
+    case = dataclasses.replace(case, **placed or ONE, seed=3)
     floats, others, (dout, dlse) = arrays(case)
     bad = choose(np.arange(case.length))
     if kind == "mask":  # hidden from all
@@ -229,3 +324,23 @@ def test_poison_in_what_is_hidden(kind: str, placed):
             share = 1 - np.isfinite(x[here]).mean()
             wrong.append(f"{name}: {share:.0%} not finite" if share else f"{name} is wrong")
     assert not wrong, ", ".join(wrong)
+
+
+@pytest.mark.parametrize("filling", [np.nan, 3e38], ids=str)
+@pytest.mark.parametrize("placed", [ONE, FOUR], ids=["one-tile", "ring-of-4"])
+def test_poison_with_a_loss_on_all_rows(placed, filling: float):
+    """One document holds NaN, cotangents too, or numbers whose products overflow: the others' gradients are right."""
+    case = Options(**placed, tokens="packed", soft_cap=5.0, sinks=True, seed=3)
+    floats, others, (dout, dlse) = arrays(case)
+    ids = others["segment_ids"]
+    bad = ids == ids.max(1, keepdims=True)
+    assert bad.any(1).all() and (~bad & (ids != 0)).any(1).all()
+    want = option_cases.solve(case, floats, others, (dout, dlse))._asdict()
+    poison = floats | {x: np.where(bad[..., None, None], filling, floats[x]) for x in ("query", "key", "value")}
+    poison = jax.tree.map(lambda x: x.astype(np.float32), poison)
+    dout = np.where(bad[..., None, None], np.float32(np.nan if np.isnan(filling) else 1), dout)
+    got = run(case, mesh_call(case), (poison, others, (dout, dlse)))
+    for name in ("out", "lse", "query", "key", "value"):
+        limit = option_cases.limits(case, [name])[name]
+        assert error(name, got[name][~bad].astype(np.float64), want[name][~bad]) <= limit, name
+    assert np.isnan(got["key"][bad]).any(-1).all(), "the loss has this gradient"

@@ -65,8 +65,8 @@ def _refuses_causal(call: Call) -> str | None:
     reasons = (
         (not call.default_positions, "positions were given, so that no block is surely aligned"),
         (call.layout not in ("contiguous", "zigzag"), f"layout={call.layout!r} leaves no block full or causal"),
-        (call.lengths[0] != call.lengths[1], "queries and keys of different lengths are not aligned"),
         (call.strategy == "all_gather", 'strategy="all_gather" leaves no block aligned'),
+        (call.lengths[0] != call.lengths[1], "queries and keys of different lengths are not aligned"),
         (cut and call.layout == "zigzag", f'strategy="{call.strategy}" puts zigzag chunks out of order'),
         (call.two_directions, "two_directions cuts blocks in halves that are not aligned"),
     )

@@ -153,12 +153,13 @@ def _slopes(plan: Plan, q, k, v, dout, lse, delta, visible) -> tuple[Array, Arra
     """(p, gradient of the raw scores) of one tile ``[queries, keys]``."""
     s = _dots(plan, q, k) * plan.scores.scale
     capped = _cap(plan, s)
-    s = capped if visible is None else jnp.where(visible, capped, -jnp.inf)
-    p = jnp.exp(s - lse[:, None])
+    s = capped - lse[:, None]  # a row that is NaN has no part in keys that it does not see
+    p = jnp.exp(s if visible is None else jnp.where(visible, s, -jnp.inf))
     dp = _dots(plan, dout, v)
     ds = p * (dp - delta[:, None]) * plan.scores.scale
     cap = plan.scores.soft_cap
-    return p, ds if cap is None else ds * (1 - (capped / cap) * (capped / cap))
+    ds = ds if cap is None else ds * (1 - (capped / cap) * (capped / cap))
+    return p, ds if visible is None else jnp.where(visible, ds, 0)
 
 
 def query_kernel(plan: Plan, lists, queries, keys, query, kv, dout, lse, delta, before, dq) -> None:

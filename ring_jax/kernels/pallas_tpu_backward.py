@@ -108,10 +108,11 @@ def _kernel(work: parts.Work, scores: Scores, has_segments: bool, head: int, cod
         def head_of(g: Any) -> None:
             here = pl.ds(g, 1)
             capped = parts.cap(parts.dot(k, query[g], (1, 1), dtype) * scores.scale, scores)
-            s = capped if mask is None else jnp.where(mask, capped, -jnp.inf)
-            p = jnp.exp(s - lse[here])
+            s = capped - lse[here]  # a row that is NaN has no part in keys that it does not see
+            p = jnp.exp(s if mask is None else jnp.where(mask, s, -jnp.inf))
             ds = p * (parts.dot(v, dout[g], (1, 1), dtype) - delta[here])
             ds = parts.uncap(ds, capped, scores)
+            ds = ds if mask is None else jnp.where(mask, ds, 0.0)
             dkv[:, head:] += parts.dot(p, dout[g], (1, 0), dtype)
             dkv[:, :head] += parts.dot(ds, query[g], (1, 0), dtype) * scores.scale
             part = (parts.dot(turned[...], ds, (1, 0), dtype) * scores.scale).T

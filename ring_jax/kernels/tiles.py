@@ -55,7 +55,7 @@ class Pairs(NamedTuple):
     bias: Array | None = None  # [R, b, K, G, T, S], each 1 where it is the same for all
     mask: Array | None = None
     heads: Array | None = None  # [K, G], numbers in the whole model
-    score_args: tuple[Any, ...] = ()
+    score_args: tuple[Any, ...] = ()  # the floats in the dtype of the scores at least, see `widened`
 
 
 def tile_size(length: int, chunk: int, num_heads: int = MANY_HEADS) -> int:
@@ -108,6 +108,13 @@ class Tiling(NamedTuple):
     def starts(self) -> tuple[Array, Array]:
         query, key = (jnp.asarray(masks.tile_starts(*x)) for x in zip(self.lengths, self.sizes, strict=True))
         return query, key
+
+    @property
+    def hides(self) -> bool:
+        """Some rule is on that may hide a pair; without one `Tile.mask` is the identity."""
+        has_segments = self.queries.tokens.segment_ids is not None and self.keys.tokens.segment_ids is not None
+        overlap = any(length % size for length, size in zip(self.lengths, self.sizes, strict=True))
+        return has_segments or overlap or self.scores.rules.read_positions or self.pairs.mask is not None
 
     def live(self) -> Array:
         """``[R, nq, nk]``, see `masks.tile_live`."""
@@ -167,10 +174,12 @@ class Tile(NamedTuple):
         cap = self.tiling.scores.soft_cap
         return s if cap is None else cap * jnp.tanh(s / cap)
 
-    def uncap(self, ds: Array, capped: Array) -> Array:
-        """The gradient through `cap`, from its result."""
+    def pull_cap(self, ds: Array, capped: Array, s: Array) -> Array:
+        """The gradient through `cap`, from its result; 0 where hidden, as slopes of cap and score function there may
+        be anything."""
         cap = self.tiling.scores.soft_cap
-        return ds if cap is None else ds * (1 - jnp.square(capped / cap))
+        ds = ds if cap is None else ds * (1 - jnp.square(capped / cap))
+        return ds if cap is None and self.tiling.scores.score_fn is None else self.hide(ds, s)
 
     def modify(self, s: Array) -> Array:
         """The caller's score function."""
@@ -192,7 +201,7 @@ class Tile(NamedTuple):
         return self._turn(jnp.asarray(new, s.dtype).reshape(natural.shape))
 
     def modify_and_pull(self, s: Array) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
-        """`modify`, and its gradient: of the scores, and of the float arguments in float32 at least."""
+        """`modify`, and its gradient: of the scores and of the float arguments."""
         if self.tiling.scores.score_fn is None:
             return s, lambda ds: (ds, ())
         args = self.tiling.pairs.score_args
@@ -202,7 +211,7 @@ class Tile(NamedTuple):
             values = iter(new)
             return self._modify(s, tuple(next(values) if is_float(x) else x for x in args))
 
-        new, pull = jax.vjp(fun, s, *(x.astype(jnp.promote_types(x.dtype, s.dtype)) for x in floats))
+        new, pull = jax.vjp(fun, s, *floats)
 
         def pull_all(ds: Array) -> tuple[Array, tuple[Array, ...]]:
             ds, *dargs = pull(ds)
@@ -249,12 +258,12 @@ class Tile(NamedTuple):
     def mask(self, s: Array) -> Array:
         """-inf where the mask forbids."""
         visible = self._visible()
+        assert (visible is not None) == self.tiling.hides
         return s if visible is None else jnp.where(visible, s, -jnp.inf)
 
-    def hide(self, ds: Array) -> Array:
-        """0 where the mask forbids, after a score function whose slope there may be anything."""
-        visible = self._visible() if self.tiling.scores.score_fn is not None else None
-        return ds if visible is None else jnp.where(visible, ds, 0)
+    def hide(self, ds: Array, s: Array) -> Array:
+        """0 where a masked score is -inf, whatever was computed there."""
+        return jnp.where(s == -jnp.inf, 0, ds) if self.tiling.hides else ds
 
     def drop(self, p: Array) -> Array:
         """Dropout: what stays is divided by the chance to stay."""
@@ -270,6 +279,11 @@ class Tile(NamedTuple):
 
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def widened(args: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """The floats in ``dtype`` at least: a score computed from half precision would be off by percents far away."""
+    return tuple(x.astype(jnp.promote_types(x.dtype, dtype)) if is_float(x) else x for x in args)
 
 
 def float_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
