@@ -169,7 +169,8 @@ def _read(
     segment_ids, seq_len, num_shards, tile, is_causal, window, chunk_size, positions, mask
 ) -> tuple[_Tokens, _Rule]:
     """Check all arguments; `_Tokens` with rows made equal, and `_Rule`."""
-    for name, value in (("num_shards", num_shards), ("tile", tile), ("chunk_size", chunk_size)):
+    sizes = {"seq_len": seq_len, "num_shards": num_shards, "tile": tile, "chunk_size": chunk_size}
+    for name, value in sizes.items():
         if value is not None and not (isinstance(value, (int, np.integer)) and value >= 1):
             raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
     if not isinstance(is_causal, (bool, np.bool_)):
