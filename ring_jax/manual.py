@@ -7,6 +7,7 @@ With ``check_vma=False`` nothing is recorded and every function here is the iden
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh
 
 
 def axis_is_manual(axis_name: str) -> bool:
@@ -74,6 +75,11 @@ def uncounted(x: jax.Array, *axes: str | tuple[str, ...] | None) -> tuple[str, .
     """Manual axes larger than 1 over which ``x`` varies, and that are none of ``axes``."""
     named = {name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis or ())}
     return tuple(name for name in sorted(_varying(x) - named) if lax.axis_size(name) > 1)
+
+
+def mesh_of(x: jax.Array) -> AbstractMesh:
+    """The mesh that an array lies on, empty for none: known of traced arrays, too."""
+    return jax.typeof(x).sharding.mesh
 
 
 def cut_by_type(*trees) -> tuple[str, ...]:

@@ -172,7 +172,7 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     arrays = [keywords.pop(name) for name in ("query", "key", "value")]
     options.check(**keywords, strategy=strategy)
     query, key, value = arguments.as_arrays(*arrays)
-    axis_name = _check_axis_name(placement["axis_name"]) or ""
+    axis_name = _check_axis_name(placement["axis_name"], keywords["layout"], query) or ""
     check_counted(query, keywords, axis_name, placement["batch_axis"], placement["head_axis"])
     spec = make_spec(query, key, keywords, axis_name, strategy, (query.shape[2], key.shape[2]))
     size = manual.axis_size(axis_name)
@@ -191,8 +191,8 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     return (out, lse) if keywords["return_residual"] else out
 
 
-def _check_axis_name(axis_name: Any) -> str | None:
-    """The name; ValueError for one over which the shards cannot meet: each would attend to itself alone."""
+def _check_axis_name(axis_name: Any, layout: str | None, query: Array) -> str | None:
+    """The name; ValueError for one over which the shards cannot meet, or of whose shards the layout would not know."""
     check_one_axis("axis_name", axis_name)
     if not axis_name or manual.axis_is_manual(axis_name):
         return axis_name
@@ -206,6 +206,12 @@ def _check_axis_name(axis_name: Any) -> str | None:
         raise ValueError(
             f"{axis_name=} is none of the axes that shard_map has made manual here ({', '.join(outside)}), so each "
             "device would attend to its own shard alone; name the axis of the sequence, or None if it is not cut"
+        )
+    size = max(mesh.shape.get(axis_name, 1) for mesh in (jax.sharding.get_abstract_mesh(), manual.mesh_of(query)))
+    if size > 1 and layout in ("striped", "zigzag"):
+        raise ValueError(
+            f"{layout=}: the mesh axis {axis_name!r} has size {size}, and this call is for one shard, whose positions "
+            "would be others; call dot_product_attention with mesh= or under jax.set_mesh, ring_attention in shard_map"
         )
     return axis_name
 

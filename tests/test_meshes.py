@@ -102,6 +102,18 @@ def test_a_layout_on_a_mesh_that_lacks_its_axis():
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_a_layout_of_arrays_on_a_mesh_that_the_call_does_not_know(kind):
+    """It was made for as many shards as that mesh has; the call would take it for the order of one."""
+    cut = NamedSharding(make_mesh(kind, sequence=2), P(None, "sequence"))
+    arrays = [jax.device_put(x, cut) for x in (QUERY, KEY, KEY)]
+    for call in (causal, jax.jit(causal, static_argnames="layout"), ring_jax.ring_attention):
+        with pytest.raises(ValueError, match=r"layout='zigzag': the mesh axis 'sequence' has size 2.*mesh= or under"):
+            call(*arrays, layout="zigzag")
+    with jax.set_mesh(cut.mesh), pytest.raises(ValueError, match=r"layout='striped': the mesh axis .* in shard_map"):
+        ring_jax.ring_attention(QUERY, KEY, KEY, layout="striped")
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_names_of_ones_own(kind):
     """Rows over two axes, ALiBi by the head's number in the whole model."""
     mesh = make_mesh(kind, dp=1, fsdp=2, tp=2, sp=2)
