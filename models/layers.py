@@ -148,6 +148,7 @@ class Attention(nnx.Module):
             layout=layout,
             dropout_rate=0.0 if words is None else self.dropout_rate,
             dropout_seed=words,
+            batch_axis=(RULES.batch, RULES.layers),  # stages differ, too; with a seed for each row none is counted
             axis_name=RULES.sequence if manual.axis_is_manual(RULES.sequence) else None,
         )
         return scatter_tokens(jnp.einsum("BTNH,NHD->BTD", attended, gather_weight(self.output[...], -1, width, x)))

@@ -15,13 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
-from ring_jax import core, manual, options, planner, routes, sharded
+from ring_jax import arguments, core, manual, options, planner, routes, sharded
 from ring_jax.kernels import interpret
 from ring_jax.kernels.tiles import is_float
 from ring_jax.mesh import target
 from ring_jax.options import Schedule, TokenIds
 from ring_jax.problem import Inputs, Place, Spec
-from ring_jax.shards import Axis, Padding, Shards, check_sizes, make_shards, pad, place
+from ring_jax.shards import Axis, Padding, Shards, check_sizes, make_shards, pad, place, share_heads
 
 
 def dot_product_attention(
@@ -67,7 +67,8 @@ def dot_product_attention(
 
     Args:
       query: ``[B, T, N, H]``, float16, bfloat16, float32 or float64, in the order that ``layout`` names.
-      key: ``[B, S, K, H]``; N must be a multiple of K. Key/value heads are never expanded.
+      key: ``[B, S, K, H]``; N must be a multiple of K. Key/value heads are never expanded on a device; where K is
+        smaller than the head axis, and divides it, each device holds the one head that its queries share.
       value: ``[B, S, K, Hv]``.
       bias: float, broadcastable to ``[B, N, T, S]``, added to the scores; cut over the queries, not over the keys.
       mask: bool, broadcastable to ``[B, N, T, S]``, True attends; cut as the bias. O(T*S) memory: for long sequences
@@ -79,7 +80,8 @@ def dot_product_attention(
       chunk_size: a query at p sees positions q with q // chunk_size == p // chunk_size.
       segment_ids: int ``[B, S]`` or ``[S]``, or a pair (query's, keys'). Attention stays inside a segment. 0 is
         padding: such a token sees and is seen by nothing, gives exactly 0, gets no gradient, and may hold NaN.
-      positions: int, shaped like segment_ids; None derives them from ``layout``.
+      positions: int, shaped like segment_ids, from 0 to 2^31 - 1; None derives them from ``layout``. Traced ones, and
+        traced segment_ids, must be int32 or narrower.
       logits_soft_cap: scores become cap * tanh(scores / cap).
       sinks: float ``[N]``, an extra logit for each head whose probability is dropped.
       mask_fn: ``mask_fn(q_pos, kv_pos, q_seg, kv_seg)`` -> bool, True attends; int32 arrays ``[1, t, 1]`` and
@@ -100,7 +102,8 @@ def dot_product_attention(
       schedule: how a ring runs, see `ring_jax.Schedule`.
       return_residual: also return the log-sum-exp, without sinks.
       mesh: the mesh; None takes that of `jax.set_mesh`, and without one runs on one device.
-      batch_axis, head_axis, sequence_axis: mesh axis names; one that the mesh lacks counts as size 1.
+      batch_axis, head_axis, sequence_axis: mesh axis names, of batch rows and heads also tuples; None where nothing is
+        cut. One that the mesh lacks counts as size 1, but a mesh of several devices must have one of the three.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, or ``(out, lse)`` with lse ``[B, T, N]`` in float32 (float64 for
@@ -123,14 +126,16 @@ def dot_product_attention(
     for name in ("query", "key", "value", "mesh", "batch_axis", "head_axis", "sequence_axis"):
         del keywords[name]
     options.check(**keywords)
-    options.check_arrays(query, key, value)
-    shards = make_shards(mesh, batch_axis, head_axis, sequence_axis)
+    query, key, value = arguments.as_arrays(query, key, value)
+    shards = make_shards(mesh, batch_axis, head_axis, sequence_axis, layout)
     strategy = keywords.pop("strategy")
     if shards is None:
-        placement = {"axis_name": sequence_axis or "sequence", "batch_axis": batch_axis, "head_axis": head_axis}
+        placement = {"axis_name": sequence_axis, "batch_axis": batch_axis, "head_axis": head_axis}
         arrays = {"query": query, "key": key, "value": value}
         return sharded.attend("ring" if strategy == "auto" else strategy, arrays | keywords | placement)
     check_sizes(query, key, shards)
+    sharded.check_counted(query, keywords, shards.outer_batch, shards.outer_heads)
+    key, value = share_heads(shards, key, value)
     heads = shards.size(shards.heads)
     axis_name, num_heads = (
         shards.sequence[0] if shards.sequence else "",

@@ -169,6 +169,8 @@ def _read(
     segment_ids, seq_len, num_shards, tile, is_causal, window, chunk_size, positions, mask
 ) -> tuple[_Tokens, _Rule]:
     """Check all arguments; `_Tokens` with rows made equal, and `_Rule`."""
+    if seq_len is not None and not isinstance(seq_len, (int, np.integer)):
+        raise ValueError(f"seq_len={seq_len!r} must be a whole number")
     for name, value in (("num_shards", num_shards), ("tile", tile), ("chunk_size", chunk_size)):
         if value is not None and not (isinstance(value, (int, np.integer)) and value >= 1):
             raise ValueError(f"{name}={value!r} must be a whole number, at least 1")

@@ -52,7 +52,8 @@ def ringattention(
     positive and attention is causal (there it was dropped by a minimum), and has a gradient; key/value heads may be
     fewer than query heads; dropout drops weights after the softmax and divides the rest by 1 - attn_pdrop, as Flax does
     (there scores were dropped, the rest was normalized again); a query that sees nothing gives 0. Any local length
-    works, and so does ``check_vma=True``. As there, rows and heads on other devices may draw alike under one key.
+    works, and so does ``check_vma=True``. As there, rows and heads on other devices may draw alike under one key if
+    ``check_vma=False``.
 
     Args:
       q, k, v: this device's shards, in the contiguous order.
@@ -94,6 +95,8 @@ def ringattention(
     options = _check_blockwise(blockwise_kwargs)
     lengths = q.shape[1], k.shape[1]
     dropout = _dropout(options)
+    if dropout:  # whatever else the query is cut over has draws of its own
+        dropout["batch_axis"] = ("data", *manual.uncounted(jnp.asarray(q), axis_name, "data", "tensor"))
     keywords: dict[str, Any] = {"axis_name": axis_name} | dropout
     keywords |= _mask(options["causal_block_size"], axis_name, lengths, bool(dropout))
     if segment_ids is not None:

@@ -29,14 +29,19 @@ def mix(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, Ar
 def as_words(seed: Any) -> UInt32[Array, "2"] | UInt32[Array, "B 2"]:
     """Two words from a Python int of up to 64 bits, an integer array of shape [] or [2], or a key of `jax.random`.
 
-    An array of shape [B, 2] stays as it is: every batch row has a seed of its own.
+    An array of shape [B, 2] stays as it is, and so do B keys: every batch row has a seed of its own. Of a key of four
+    words (``impl="rbg"``) the second half is encrypted with the first: fresh keys hold the same two words twice.
     """
+    if isinstance(seed, np.ndarray) and seed.ndim == 0 and np.issubdtype(seed.dtype, np.integer):
+        seed = int(seed)
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         high = 0 if -(2**31) <= seed < 2**32 else int(seed) >> 32 & 0xFFFFFFFF  # as the same number in 32 bits
         return jnp.array([high, int(seed) & 0xFFFFFFFF], jnp.uint32)
     array = jnp.asarray(seed)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
+        if array.shape[-1] == 4:
+            array = jnp.stack(mix(*jnp.moveaxis(array, -1, 0)), -1)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape[-1:] not in ((), (2,)) or array.ndim > 2:
         rule = "an integer, an integer array of shape [], [2] or [batch, 2], or a key of jax.random"
         raise TypeError(f"dropout_seed must be {rule}; got {array.dtype}{list(array.shape)}")

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float, Int
 
-from ring_jax import dot_product_attention, layouts
+from ring_jax import arguments, dot_product_attention, layouts
 
 _OWN = "set it on the call of the Flax module, which passes it on"
 _NOT_OPTIONS = {
@@ -328,13 +328,17 @@ class RingAttention(nnx.Module):
           ``[B, T, D]``.
 
         Raises:
-          ValueError: ``layout=None`` without positions; otherwise as `ring_jax.dot_product_attention`.
+          ValueError: ``layout=None`` without positions. TypeError: a pair of positions. Others as
+            `ring_jax.dot_product_attention`.
         """
         x = jnp.asarray(x)
+        if isinstance(positions, (tuple, list)):
+            raise TypeError("positions must be one array: queries and keys of this layer are the same tokens")
+        positions = None if positions is None else arguments.as_int32("positions", positions)
         query, key, value = self.query(x), self.key(x), self.value(x)
         options = dict(self.options)
         if self.rope_theta is not None:
-            places = self._positions(x.shape[1]) if positions is None else jnp.asarray(positions)
+            places = self._positions(x.shape[1]) if positions is None else positions
             query, key = (rotate(y, places, self.rope_theta) for y in (query, key))
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]

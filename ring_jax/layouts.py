@@ -15,8 +15,9 @@ must agree with `permutation`; if it did not, causal attention would see wrong t
 """
 
 import difflib
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -39,9 +40,18 @@ def check_layout(layout: str) -> None:
         raise ValueError(unknown_name("layout", layout, LAYOUTS))
 
 
+def check_count(name: str, value: object) -> None:
+    """Raise TypeError for what is no whole number, ValueError for one below 1."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a Python int; got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
 def required_multiple(layout: str, num_shards: int) -> int:
     """What a sequence length must be divisible by: P, or 2P for zigzag; 1 on a single shard."""
     check_layout(layout)
+    check_count("num_shards", num_shards)
     return 2 * num_shards if layout == "zigzag" and num_shards > 1 else num_shards
 
 
@@ -90,7 +100,7 @@ def permutation(layout: str, seq_len: int, num_shards: int) -> np.ndarray:
       An int64 array ``[seq_len]``, a permutation of ``range(seq_len)``.
 
     Raises:
-      ValueError: unknown layout, or a length below 1.
+      ValueError: unknown layout, or a size below 1. TypeError: a size that is no whole number.
 
     Example:
       >>> permutation("zigzag", 8, 2)
@@ -101,8 +111,7 @@ def permutation(layout: str, seq_len: int, num_shards: int) -> np.ndarray:
       section 3.3.2 (2P chunks, rank i holds i and 2P-1-i).
     """
     multiple = required_multiple(layout, num_shards)
-    if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len} must be at least 1")
+    check_count("seq_len", seq_len)
     index = np.arange(-(-seq_len // multiple) * multiple)
     if layout == "striped":
         index = index.reshape(-1, num_shards).T.reshape(-1)
@@ -128,13 +137,13 @@ def to_layout(
 ) -> Shaped[Array, "..."] | np.ndarray:
     """Put axis ``axis`` of ``x`` (natural order) into a layout; NumPy in, NumPy out.
 
-    Args and errors as `permutation`; shape and dtype of ``x`` are kept.
+    Args and errors as `permutation`; shape, dtype and (on an Explicit mesh) sharding of ``x`` are kept.
 
     Example:
       >>> to_layout(np.arange(8), "striped", 2, axis=0)
       array([0, 2, 4, 6, 1, 3, 5, 7])
     """
-    return x.take(permutation(layout, x.shape[axis], num_shards), axis=axis)
+    return _reorder(x, permutation(layout, x.shape[axis], num_shards), axis)
 
 
 def from_layout(
@@ -146,4 +155,12 @@ def from_layout(
       >>> from_layout(to_layout(np.arange(8), "zigzag", 2, axis=0), "zigzag", 2, axis=0)
       array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    return x.take(np.argsort(permutation(layout, x.shape[axis], num_shards)), axis=axis)
+    return _reorder(x, np.argsort(permutation(layout, x.shape[axis], num_shards)), axis)
+
+
+def _reorder(x: Any, order: np.ndarray, axis: int) -> Any:
+    """Entries of an axis; an array whose type says how it is cut stays cut as it was."""
+    if isinstance(x, np.ndarray) or not any(jax.typeof(x).sharding.spec):
+        return x.take(order, axis=axis)
+    where = (slice(None),) * (axis % x.ndim) + (order,)
+    return x.at[where].get(out_sharding=jax.typeof(x).sharding)

@@ -7,11 +7,21 @@ With ``check_vma=False`` nothing is recorded and every function here is the iden
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh
 
 
 def axis_is_manual(axis_name: str) -> bool:
     """True inside a ``shard_map`` that is manual over ``axis_name``."""
     return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def axis_is_mapped(axis_name: str) -> bool:
+    """True where a `jax.vmap` or a ``shard_map`` around the call has this axis name."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
 
 
 def axis_size(axis_name: str) -> int:
@@ -64,6 +74,24 @@ def first_index(axes: str | tuple[str, ...] | None, x: jax.Array, count: int) ->
         if axis_is_manual(name) and (not _is_checked(name) or name in _varying(x)):
             index = index * lax.axis_size(name) + lax.axis_index(name)
     return index * count
+
+
+def uncounted(x: jax.Array, *axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Manual axes larger than 1 over which ``x`` varies, and that are none of ``axes``."""
+    named = {name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis or ())}
+    return tuple(name for name in sorted(_varying(x) - named) if lax.axis_size(name) > 1)
+
+
+def mesh_of(x: jax.Array) -> AbstractMesh:
+    """The mesh that an array lies on, empty for none: known of traced arrays, too."""
+    return jax.typeof(x).sharding.mesh
+
+
+def cut_by_type(*trees) -> tuple[str, ...]:
+    """Axes that are not manual and cut one of these arrays by its type: Explicit ones."""
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(trees)]
+    names = [name for spec in specs for axes in spec for name in ((axes,) if isinstance(axes, str) else axes or ())]
+    return tuple(sorted(set(names)))
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

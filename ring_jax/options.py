@@ -10,12 +10,11 @@ import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from ring_jax.closures import holds_tracer
 from ring_jax.kernels import registry
 from ring_jax.kernels.tiles import Scores
 from ring_jax.layouts import LAYOUTS, check_layout, unknown_name
@@ -25,6 +24,8 @@ from ring_jax.mesh import target
 _Ids = Int[Array | np.ndarray, "..."]
 TokenIds = _Ids | tuple[_Ids, _Ids] | None
 """Segment ids or positions: one array for queries and keys alike, or a pair."""
+
+_LARGEST = np.iinfo(np.int32).max
 
 STRATEGIES = ("auto", "ring", "all_gather", "ulysses", "usp")
 IMPLEMENTATIONS = ("xla", "pallas_tpu", "cudnn", "pallas_gpu")
@@ -204,7 +205,7 @@ def supports(**keywords: Any) -> str | None:
         return str(refusal)
     if given["implementation"] is None:
         return None
-    cap, chunk = given["logits_soft_cap"], given["chunk_size"]
+    cap, chunk = given["logits_soft_cap"], chunk_of(given["chunk_size"])
     rules = Rules(given["is_causal"], window_of(given["local_window_size"]), chunk, given["mask_fn"])
     scores = Scores(1.0, cap, rules, given["score_fn"], given["dropout_rate"])
     return registry.refuses_by_name(given["implementation"], target(keywords.get("mesh")), scores, given)
@@ -232,7 +233,8 @@ def check(**keywords: Any) -> None:
     rotate, gradient_dtype = (schedule or Schedule())[3:5]
     names = [("rotate", rotate, ROTATIONS), ("gradient_dtype", gradient_dtype, GRADIENT_DTYPES)]
     names += [("strategy", keywords["strategy"], STRATEGIES)]
-    names += [("implementation", keywords["implementation"] or "xla", IMPLEMENTATIONS)]
+    implementation = keywords["implementation"]
+    names += [("implementation", "xla" if implementation is None else implementation, IMPLEMENTATIONS)]
     for kind, value, known in names:
         if value not in known:
             raise ValueError(unknown_name(kind, value, known))
@@ -245,9 +247,11 @@ def check(**keywords: Any) -> None:
     for name in ("mask_fn", "score_fn"):
         if keywords[name] is not None and not callable(keywords[name]):
             raise TypeError(f"{name} must be a function; got {type(keywords[name]).__name__}")
-    closed_over = [cell.cell_contents for cell in getattr(keywords["score_fn"], "__closure__", None) or ()]
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(closed_over)):
+    if holds_tracer(keywords["score_fn"]):
         raise ValueError("score_fn closes over a traced array, which would get no gradient; pass it in score_args")
+    if holds_tracer(keywords["mask_fn"]):
+        fix = "close over NumPy arrays and numbers, or pass what is traced as mask, positions or segment_ids"
+        raise ValueError(f"mask_fn closes over a traced array, which the backward pass would not know; {fix}")
     if not isinstance(keywords["score_args"], (tuple, list)):
         raise TypeError(f"score_args must be a tuple of arrays; got {type(keywords['score_args']).__name__}")
     if keywords["score_args"] and keywords["score_fn"] is None:
@@ -297,78 +301,9 @@ def window_of(value: Any) -> tuple[int, int] | None:
     if min(pair) < 0:
         rule = "not be negative; a side without a limit takes the sequence length"
         raise ValueError(f"local_window_size={value!r} must {rule}")
-    largest = int(np.iinfo(np.int32).max)
-    return min(int(pair[0]), largest), min(int(pair[1]), largest)
+    return min(int(pair[0]), _LARGEST), min(int(pair[1]), _LARGEST)
 
 
-def check_arrays(query: Any, key: Any, value: Any) -> None:
-    """Raise ValueError or TypeError for shapes and dtypes that are not those of grouped-query attention."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if jnp.ndim(x) != 4:
-            rule = "4 dimensions [batch, length, heads, head size]"
-            raise ValueError(f"{name} must have {rule}; got shape {jnp.shape(x)}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point; got {x.dtype}")
-    if not query.dtype == key.dtype == value.dtype:
-        dtypes = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
-        raise TypeError(f"query, key and value must have one dtype; got {dtypes}. Cast them to one")
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
-        raise ValueError(f"query, key and value must have one batch size; got {shapes}")
-    if key.shape[1:3] != value.shape[1:3]:
-        raise ValueError(f"key and value must have one length and one number of heads; got {shapes}")
-    if query.shape[3] != key.shape[3]:
-        raise ValueError(f"query and key must have one head size; got {shapes}")
-    if query.shape[2] % key.shape[2]:
-        rule = f"{query.shape[2]} query heads must be a multiple of {key.shape[2]} key/value heads"
-        raise ValueError(f"{rule}; got {shapes}")
-    if 0 in query.shape or 0 in value.shape:
-        raise ValueError(f"no dimension may be empty; got {shapes}")
-
-
-def as_pair(name: str, value: Any, batch: int, lengths: tuple[int, int]) -> tuple[Any, Any]:
-    """Split ``segment_ids`` or ``positions`` into the query's and the keys', each int32 ``[1 or B, length]``."""
-    if value is None:
-        return None, None
-    pair = value if isinstance(value, tuple) else (value, value)
-    if len(pair) != 2:
-        raise ValueError(f"{name} must be one array or a pair (query's, keys'); got {len(pair)} arrays")
-    arrays = []
-    for x, length, side in zip(pair, lengths, ("query", "keys"), strict=True):
-        x = jnp.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name} must be integers; got {x.dtype} for the {side}")
-        if x.shape not in ((length,), (batch, length), (1, length)):
-            raise ValueError(
-                f"{name} must have shape [{length}] or [{batch}, {length}] for the {side} (local lengths inside "
-                f"shard_map); got {x.shape}"
-            )
-        arrays.append(jnp.broadcast_to(x, (x.shape[0] if x.ndim == 2 else 1, length)).astype(jnp.int32))
-    return arrays[0], arrays[1]
-
-
-def as_pairwise(name: str, value: Any, shape: tuple[int, int, int, int]) -> Array | None:
-    """``bias`` or ``mask`` with all four axes, each of size 1 or that of ``shape`` [B, N, T, S]."""
-    if value is None:
-        return None
-    x = jnp.asarray(value)
-    kind, rule = (np.bool_, "boolean, True attends") if name == "mask" else (jnp.floating, "floating point")
-    if not jnp.issubdtype(x.dtype, kind):
-        raise TypeError(f"{name} must be {rule}; got {x.dtype}")
-    x = x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
-    if x.ndim != 4 or any(n not in (1, full) for n, full in zip(x.shape, shape, strict=True)):
-        letters = "[batch, query heads, queries, keys]"
-        raise ValueError(f"{name} must broadcast to {letters} = {list(shape)}; got {list(jnp.shape(value))}")
-    return x
-
-
-def as_row(name: str, value: Any, size: int, kind: Any) -> Array | None:
-    """``sinks`` [N] or sequence lengths [B], checked."""
-    if value is None:
-        return None
-    x = jnp.asarray(value)
-    if not jnp.issubdtype(x.dtype, kind):
-        raise TypeError(f"{name} must be {'integers' if kind is jnp.integer else 'floating point'}; got {x.dtype}")
-    if x.shape != (size,):
-        raise ValueError(f"{name} must have shape [{size}]; got {list(x.shape)}")
-    return x.astype(jnp.int32) if kind is jnp.integer else x
+def chunk_of(value: int | None) -> int | None:
+    """``chunk_size``; None for one that no position reaches the end of, as none fits 32 bits."""
+    return None if value is None or value > _LARGEST else int(value)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from ring_jax import dropout, masks, options
+from ring_jax import arguments, dropout, masks, options
 from ring_jax.kernels.tiles import widened
 from ring_jax.masks import Tokens
 from ring_jax.options import TokenIds
@@ -72,7 +72,7 @@ def reference_attention(
     keywords = {name: default for name, (default, _) in options.OPTIONS.items()}
     keywords |= {name: x for name, x in locals().items() if name in keywords}
     options.check(**keywords)
-    options.check_arrays(query, key, value)
+    query, key, value = arguments.as_arrays(query, key, value)
     batch, length, num_heads, head_dim = query.shape
     lengths, num_kv_heads = (length, key.shape[1]), key.shape[2]
     dtype = jnp.promote_types(query.dtype, jnp.float32)
@@ -90,9 +90,9 @@ def reference_attention(
     if score_fn is not None:
         at, of = positions[:, None, :, None], key_positions[:, None, None, :]
         heads = jnp.arange(num_heads, dtype=jnp.int32)[:, None, None]
-        args = widened(tuple(jnp.asarray(x) for x in score_args), dtype)
+        args = widened(arguments.as_score_args(score_args), dtype)
         scores = jnp.asarray(score_fn(scores, at, of, heads, *args)).astype(dtype)
-    bias = options.as_pairwise("bias", bias, (batch, num_heads, *lengths))
+    bias = arguments.as_pairwise("bias", bias, (batch, num_heads, *lengths))
     scores = scores if bias is None else scores + bias.astype(dtype)
     top = jnp.where(allowed, scores, -jnp.inf).max(-1)
     seen = allowed.any(-1) & (top != -jnp.inf)
@@ -103,7 +103,7 @@ def reference_attention(
     lse = jnp.where(seen, top[..., 0] + jnp.log(total), -jnp.inf)
     weights = weights / total[..., None]
     if sinks is not None:
-        sinks = jnp.asarray(options.as_row("sinks", sinks, num_heads, jnp.floating), dtype)
+        sinks = jnp.asarray(arguments.as_row("sinks", sinks, num_heads, jnp.floating), dtype)
         weights *= jax.nn.sigmoid(jnp.where(seen, lse, 0) - sinks[:, None])[..., None]
     if dropout_rate:
         kept = dropout.keep_mask(
@@ -124,9 +124,9 @@ def reference_attention(
 
 def _allowed(keywords: dict[str, Any], tokens: tuple[Tokens, Tokens], shape: tuple[int, int, int, int]) -> Array:
     """The mask ``[B, N, T, S]`` of all rules and of ``mask``."""
-    window, chunk_size = options.window_of(keywords["local_window_size"]), keywords["chunk_size"]
+    window, chunk_size = options.window_of(keywords["local_window_size"]), options.chunk_of(keywords["chunk_size"])
     rules = masks.Rules(bool(keywords["is_causal"]), window, chunk_size, keywords["mask_fn"])
-    allowed, dense = masks.visible(*tokens, rules), options.as_pairwise("mask", keywords["mask"], shape)
+    allowed, dense = masks.visible(*tokens, rules), arguments.as_pairwise("mask", keywords["mask"], shape)
     allowed = jnp.ones((1, 1, *shape[2:]), bool) if allowed is None else allowed[:, None]
     return jnp.broadcast_to(allowed if dense is None else allowed & dense, shape)
 
@@ -149,10 +149,10 @@ def _spoiled(allowed: Array, query: Array, key: Array) -> Array:
 
 def _tokens(keywords: dict[str, Any], batch: int, lengths: tuple[int, int]) -> list[tuple[Array, Array | None]]:
     """Positions and segment ids of both sides, with sequence lengths turned into padding."""
-    positions = options.as_pair("positions", keywords["positions"], batch, lengths)
-    segments = options.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
+    positions = arguments.as_pair("positions", keywords["positions"], batch, lengths)
+    segments = arguments.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
     real = [
-        options.as_row(name, keywords[name], batch, jnp.integer)
+        arguments.as_row(name, keywords[name], batch, jnp.integer)
         for name in ("query_seq_lengths", "key_value_seq_lengths")
     ]
     sides = []

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from ring_jax import core, dropout, layouts, manual, options, routes
+from ring_jax import arguments, core, dropout, layouts, manual, options, routes
 from ring_jax.kernels import registry
 from ring_jax.kernels.protocol import Call
 from ring_jax.kernels.tiles import Scores, is_float
@@ -17,6 +17,7 @@ from ring_jax.masks import Rules, Tokens
 from ring_jax.mesh import Target, target
 from ring_jax.options import Schedule, TokenIds
 from ring_jax.problem import Inputs, Place, Spec
+from ring_jax.shards import check_one_axis
 
 type Result = Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]
 
@@ -67,11 +68,12 @@ def ring_attention(
       segment_ids, positions: int shards ``[B, S]`` or ``[S]``, or a pair (query's, keys').
       scale, is_causal, local_window_size, chunk_size, logits_soft_cap, mask_fn, score_fn, score_args, dropout_rate,
         dropout_seed, layout, implementation, schedule, return_residual: as in `dot_product_attention`.
-      axis_name: the mesh axis that the sequence is sharded over; None where it is not cut. Outside of ``shard_map``
-        there is one device, whatever the name.
+      axis_name: the mesh axis that the sequence is sharded over, manual here; None where it is not cut. Outside of
+        ``shard_map`` there is one device, whatever the name. Auto axes may cut rows and heads; Explicit ones may not.
       batch_axis, head_axis: the axes that batch rows and heads are sharded over, where they are: they tell
-        ``score_fn`` and dropout the numbers of this device's heads and rows in the whole model. Under
-        ``check_vma=False`` nothing tells whether rows or heads are cut: pass None where they are not.
+        ``score_fn`` and dropout the numbers of this device's heads and rows in the whole model. With either, an axis
+        over which the query varies must be named. Under ``check_vma=False`` nothing tells whether rows or heads are
+        cut: pass None where they are not.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, or ``(out, lse)`` with lse ``[B, T, N]`` in float32 (float64 for
@@ -169,17 +171,13 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     placement = {name: keywords.pop(name) for name in ("axis_name", "batch_axis", "head_axis")}
     arrays = [keywords.pop(name) for name in ("query", "key", "value")]
     options.check(**keywords, strategy=strategy)
-    options.check_arrays(*arrays)
-    axis_name, (query, key, value) = placement["axis_name"] or "", arrays
-    outside = sorted(jax.sharding.get_abstract_mesh().manual_axes)
-    if axis_name and outside and axis_name not in outside:
-        raise ValueError(
-            f"{axis_name=} is none of the axes that shard_map has made manual here ({', '.join(outside)}), so each "
-            "device would attend to its own shard alone; name the axis of the sequence, or None if it is not cut"
-        )
+    query, key, value = arguments.as_arrays(*arrays)
+    axis_name = _check_axis_name(placement["axis_name"], keywords["layout"], query) or ""
+    check_counted(query, keywords, axis_name, placement["batch_axis"], placement["head_axis"])
     spec = make_spec(query, key, keywords, axis_name, strategy, (query.shape[2], key.shape[2]))
     size = manual.axis_size(axis_name)
     inputs = make_inputs(query, key, value, keywords, size)
+    _check_cut(inputs)
     first_row = manual.first_index(placement["batch_axis"], inputs.query, query.shape[0])
     first_head = manual.first_index(placement["head_axis"], inputs.query, query.shape[2])
     inputs = inputs._replace(place=Place(manual.axis_index(axis_name), first_row, first_head))
@@ -204,15 +202,61 @@ def widen_shared(inputs: Inputs) -> Inputs:
     return inputs._replace(bias=wide(inputs.bias), sinks=wide(inputs.sinks), score_args=args)
 
 
+def _check_axis_name(axis_name: Any, layout: str | None, query: Array) -> str | None:
+    """The name; ValueError for one over which the shards cannot meet, or of whose shards the layout would not know."""
+    check_one_axis("axis_name", axis_name)
+    if not axis_name or manual.axis_is_manual(axis_name):
+        return axis_name
+    if manual.axis_is_mapped(axis_name):
+        raise ValueError(
+            f"{axis_name=} is an axis of jax.vmap here, over which nothing travels, so each shard would attend to "
+            "itself alone; use jax.shard_map over a mesh axis, or pass None if the sequence is not cut"
+        )
+    outside = sorted(jax.sharding.get_abstract_mesh().manual_axes)
+    if outside:
+        raise ValueError(
+            f"{axis_name=} is none of the axes that shard_map has made manual here ({', '.join(outside)}), so each "
+            "device would attend to its own shard alone; name the axis of the sequence, or None if it is not cut"
+        )
+    size = max(mesh.shape.get(axis_name, 1) for mesh in (jax.sharding.get_abstract_mesh(), manual.mesh_of(query)))
+    if size > 1 and layout in ("striped", "zigzag"):
+        raise ValueError(
+            f"{layout=}: the mesh axis {axis_name!r} has size {size}, and this call is for one shard, whose positions "
+            "would be others; call dot_product_attention with mesh= or under jax.set_mesh, ring_attention in shard_map"
+        )
+    return axis_name
+
+
+def check_counted(query: Array, keywords: dict[str, Any], *axes: Any) -> None:
+    """ValueError where `score_fn` or dropout would count heads or rows from 0 on every device of an axis not named."""
+    if keywords["score_fn"] is None and not keywords["dropout_rate"]:
+        return
+    left = manual.uncounted(query, *axes)
+    if left:
+        option = "dropout_rate" if keywords["score_fn"] is None else "score_fn"
+        raise ValueError(
+            f"{option}: the query differs along mesh axis {', '.join(left)}, on every device of which heads and rows "
+            "would be counted from 0; name it in head_axis if it cuts heads, otherwise in batch_axis"
+        )
+
+
+def _check_cut(inputs: Inputs) -> None:
+    """ValueError for arrays that an Explicit axis cuts, which no shard_map around the call has made manual."""
+    names = manual.cut_by_type(inputs)
+    if names:
+        raise ValueError(
+            f"mesh axis {', '.join(names)} is Explicit, not manual, and cuts an array of this call; add it to the "
+            "axis_names of jax.shard_map, make it an Auto axis, or call ring_jax.dot_product_attention(..., mesh=mesh)"
+        )
+
+
 def make_spec(
     query: Any, key: Any, keywords: dict[str, Any], axis_name: str, strategy: str, num_heads: tuple[int, int]
 ) -> Spec:
     """The static part of a call whose keywords have been checked; ``num_heads`` are those of one device."""
     scale, cap = keywords["scale"], keywords["logits_soft_cap"]
-    window, chunk_size = options.window_of(keywords["local_window_size"]), keywords["chunk_size"]
-    rules = Rules(
-        bool(keywords["is_causal"]), window, None if chunk_size is None else int(chunk_size), keywords["mask_fn"]
-    )
+    window, chunk_size = options.window_of(keywords["local_window_size"]), options.chunk_of(keywords["chunk_size"])
+    rules = Rules(bool(keywords["is_causal"]), window, chunk_size, keywords["mask_fn"])
     scores = Scores(
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         None if cap is None else float(cap),
@@ -242,25 +286,25 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
     ``num_shards`` is 1 where the arrays are those of the whole sequence.
     """
     batch, lengths, num_heads = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2]
-    positions = options.as_pair("positions", keywords["positions"], batch, lengths)
-    segments = options.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
+    positions = arguments.as_pair("positions", keywords["positions"], batch, lengths)
+    segments = arguments.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
     reads = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn")
     if not any(keywords[name] not in (None, False) for name in reads) and not keywords["dropout_rate"]:
         positions = None, None
     shape = (batch, num_heads, lengths[0], lengths[1] * num_shards)
     real = [
-        options.as_row(name, keywords[name], batch, jnp.integer)
+        arguments.as_row(name, keywords[name], batch, jnp.integer)
         for name in ("query_seq_lengths", "key_value_seq_lengths")
     ]
     zero = jnp.int32(0)
     return Inputs(
-        query=jnp.asarray(query),
-        key=jnp.asarray(key),
-        value=jnp.asarray(value),
-        bias=options.as_pairwise("bias", keywords["bias"], shape),
-        sinks=options.as_row("sinks", keywords["sinks"], num_heads, jnp.floating),
-        score_args=tuple(jnp.asarray(x) for x in keywords["score_args"]),
-        mask=options.as_pairwise("mask", keywords["mask"], shape),
+        query=query,
+        key=key,
+        value=value,
+        bias=arguments.as_pairwise("bias", keywords["bias"], shape),
+        sinks=arguments.as_row("sinks", keywords["sinks"], num_heads, jnp.floating),
+        score_args=arguments.as_score_args(keywords["score_args"]),
+        mask=arguments.as_pairwise("mask", keywords["mask"], shape),
         query_tokens=Tokens(positions[0], segments[0]),
         key_tokens=Tokens(positions[1], segments[1]),
         query_lengths=real[0],

@@ -73,13 +73,19 @@ class Shards(NamedTuple):
         )
 
 
-def make_shards(mesh, batch_axis: Axis, head_axis: Axis, sequence_axis: str | None) -> Shards | None:
+def make_shards(
+    mesh, batch_axis: Axis, head_axis: Axis, sequence_axis: str | None, layout: str | None
+) -> Shards | None:
     """Match the axis names with the mesh; None where there is no mesh."""
+    check_one_axis("sequence_axis", sequence_axis)
+    axes = {"batch_axis": batch_axis, "head_axis": head_axis, "sequence_axis": sequence_axis}
+    given = [name for option, axis in axes.items() for name in _names(option, axis)]
     context = jax.sharding.get_abstract_mesh()
     if mesh is None:
         mesh = context
     if mesh.empty:
         return None
+    _check_mesh(mesh, given, f"{batch_axis=}, {head_axis=}, {sequence_axis=}", sequence_axis, layout)
     manual_axes = frozenset(context.manual_axes)
     if sequence_axis in manual_axes:
         raise ValueError(
@@ -94,9 +100,47 @@ def make_shards(mesh, batch_axis: Axis, head_axis: Axis, sequence_axis: str | No
     batch, heads, sequence = named(batch_axis), named(head_axis), named(sequence_axis)
     used = [*batch, *heads, *sequence]
     if len(set(used)) < len(used):
-        raise ValueError(f"a mesh axis may cut one dimension only; got {batch_axis=}, {head_axis=}, {sequence_axis=}")
+        raise ValueError(
+            f"a mesh axis may cut one dimension only; got {batch_axis=}, {head_axis=}, "
+            f"{sequence_axis=}. Pass None for the others, as head_axis=None"
+        )
     names = tuple(name for name in mesh.axis_names if name not in manual_axes)
     return Shards(mesh, names, batch, heads, sequence, named(batch_axis, True), named(head_axis, True))
+
+
+def _names(option: str, axis: Any) -> tuple[str, ...]:
+    names = (axis,) if isinstance(axis, str) else () if axis is None else axis
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{option}={axis!r} must be the name of a mesh axis, a tuple of names, or None")
+    return tuple(names)
+
+
+def check_one_axis(option: str, axis: Any) -> None:
+    """Raise ValueError for what is not the name of one mesh axis, or None."""
+    if axis is not None and not isinstance(axis, str):
+        raise ValueError(
+            f"{option}={axis!r} must be the name of one mesh axis, or None: a ring goes round one axis. Give the mesh "
+            "one axis for all devices that share the sequence, as ring_jax.make_mesh(sequence=...) does, and say with "
+            "Schedule(inner_size=...) how many lie in a fast group"
+        )
+
+
+def _check_mesh(mesh: Any, given: list[str], shown: str, sequence_axis: str | None, layout: str | None) -> None:
+    """Raise ValueError for a mesh whose devices would not be used, or of which the layout would not know."""
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    axes = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    if sizes and given and not any(name in mesh.shape for name in given):
+        raise ValueError(
+            f"{shown}: the mesh has none of these axes, but {axes}, so every device would compute alone all that it "
+            "holds; pass its own names, or None for all three"
+        )
+    if sequence_axis is None or sequence_axis in mesh.shape or layout not in ("striped", "zigzag"):
+        return
+    if any(name not in given for name in sizes):
+        raise ValueError(
+            f"{layout=}: the mesh has no {sequence_axis=}, but {axes}, so its positions would be those of one shard; "
+            "pass the name of the axis that cuts the sequence, or sequence_axis=None where none does"
+        )
 
 
 def check_sizes(query: Any, key: Any, shards: Shards) -> None:
@@ -107,12 +151,26 @@ def check_sizes(query: Any, key: Any, shards: Shards) -> None:
             f"batch size {query.shape[0]} must be divisible by mesh axis {'*'.join(shards.batch)} of size {batch}; "
             f"make the batch a multiple of {batch}, or move those devices to the sequence axis"
         )
-    for name, count in (("query", query.shape[2]), ("key/value", key.shape[2])):
-        if count % heads:
-            raise ValueError(
-                f"{count} {name} heads must be divisible by mesh axis {'*'.join(shards.heads)} of size {heads}; "
-                "make that axis smaller, or move its devices to the sequence axis"
-            )
+    axis, fix = "*".join(shards.heads), "make that axis smaller, or move its devices to the sequence axis"
+    if query.shape[2] % heads:
+        raise ValueError(f"{query.shape[2]} query heads must be divisible by mesh axis {axis} of size {heads}; {fix}")
+    if key.shape[2] % heads and heads % key.shape[2]:
+        raise ValueError(
+            f"{key.shape[2]} key/value heads must be divisible by mesh axis {axis} of size {heads}, or divide it; {fix}"
+        )
+
+
+def share_heads(shards: Shards, *arrays: Array) -> tuple[Array, ...]:
+    """Keys and values with one head for each shard of the heads, where they have fewer: each shard needs one of them.
+
+    The transpose of the copy sums the gradients of the shards that share a head.
+    """
+    count, heads = arrays[0].shape[2], shards.size(shards.heads)
+    if count % heads == 0:
+        return arrays
+    length = shards.sequence if arrays[0].shape[1] % shards.size(shards.sequence) == 0 else ()
+    spec = PartitionSpec(shards.batch or None, length or None)
+    return tuple(jnp.repeat(place(shards, x, spec), heads // count, axis=2) for x in arrays)
 
 
 def is_explicit(shards: Shards) -> bool:
@@ -120,10 +178,23 @@ def is_explicit(shards: Shards) -> bool:
 
 
 def place(shards: Shards, tree: Any, specs: Any) -> Any:
-    """Reshard on Explicit meshes; on others XLA does."""
+    """Reshard over the Explicit axes of the mesh; over others XLA does."""
     if not is_explicit(shards):
         return tree
-    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(shards.mesh, spec)), tree, specs)
+    explicit = {
+        name
+        for name, kind in zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+
+    def named(axes: Any) -> Any:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return tuple(name for name in names if name in explicit) or None
+
+    def move(x: Array, spec: PartitionSpec) -> Array:
+        return jax.sharding.reshard(x, NamedSharding(shards.mesh, PartitionSpec(*map(named, spec))))
+
+    return jax.tree.map(move, tree, specs)
 
 
 class Side(NamedTuple):
@@ -172,7 +243,7 @@ def _whole(shards: Shards, x: Array, axis: int) -> Array:
         spec[0] = shards.batch or None
     if x.ndim == 4 and axis == 1 and x.shape[2] % shards.size(shards.heads) == 0:
         spec[2] = shards.heads or None
-    return jax.sharding.reshard(x, NamedSharding(shards.mesh, PartitionSpec(*spec)))
+    return place(shards, x, PartitionSpec(*spec))
 
 
 def _take(shards: Shards, x: Array, index: np.ndarray, axis: int) -> Array:

@@ -79,7 +79,7 @@ SIZES = """## Sizes that are refused at the call
 | where | must hold |
 | --- | --- |
 | every call | N is a multiple of K |
-| a mesh | the batch is a multiple of the batch axes; N and K are multiples of the head axis |
+| a mesh | the batch is a multiple of the batch axes; N is a multiple of the head axis, and K is, or divides it |
 | `strategy="ulysses"` | N on one device of the head axis is a multiple of the sequence axis |
 | `strategy="usp"` | `ulysses_size` divides the sequence axis, and N on one device of the head axis |
 | `Schedule(inner_size=...)` | it divides the places of the ring: the sequence axis, in USP divided by `ulysses_size` |

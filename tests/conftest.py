@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
@@ -99,6 +100,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _devices() -> None:
     if jax.device_count() != NUM_DEVICES:
         pytest.fail(f"{jax.device_count()} devices must be {NUM_DEVICES}: something used JAX before tests/conftest.py")
+
+
+@pytest.fixture
+def own_errors():
+    """The library's own checks, as a user sees them: without the run-time type checker of the test suite."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

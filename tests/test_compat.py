@@ -131,6 +131,7 @@ def test_dropout_draws_for_every_pair():
     np.testing.assert_allclose(np.unique(out[:, -4:]), [0, 2 / LENGTH], rtol=1e-6)
     kept = out[:, -4:] > 0  # the last block of queries sees all keys
     assert (kept != kept[:, :1]).any() and (kept != kept[:, :, :1]).any()
+    assert (kept[0] != kept[1]).any()  # rows on two devices
     blocks = kept.reshape(*kept.shape[:3], -1, 4)
     assert (blocks != blocks[..., :1]).any()
 

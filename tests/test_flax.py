@@ -286,6 +286,19 @@ def test_ring_attention_layer_options_reach_attention():
         assert np.abs(np.asarray(jax.jit(lambda m: m(X))(other)) - want[0]).max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (np.arange(float(LENGTH)), "positions must be integers; got float64"),
+        ((np.arange(LENGTH),) * 2, "positions must be one array"),
+    ],
+)
+def test_ring_attention_layer_positions_that_are_refused(positions, message):
+    layer = RingAttention(WIDTH, HEADS, head_dim=6, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=message):
+        layer(X, positions=positions)
+
+
 def test_rotation_at_large_positions():
     x = RNG.normal(size=(1, 4, 2, 64)).astype("float32")
     at = np.array([3, 10**6, 2**24 + 1, 2**31 - 1], np.int32)

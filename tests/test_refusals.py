@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import config as jaxtyping_config
 
 import ring_jax
 from ring_jax import Schedule, options
 from ring_jax.mesh import Target, target
 
+pytestmark = pytest.mark.usefixtures("own_errors")
 QUERY, KEY = jnp.ones((2, 8, 4, 6)), jnp.ones((2, 8, 2, 6))
 
 REFUSED = [
@@ -36,14 +36,6 @@ BY_STRATEGY = [
     ({"strategy": "ring", "schedule": Schedule(ulysses_size=2)}, 'ulysses_size is about strategy="usp" alone'),
     ({"strategy": "ulysses", "schedule": Schedule(gradient_dtype="bfloat16")}, "leave gradient_dtype alone"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _own_errors():
-    """The library's own checks, as a user sees them: without the run-time type checker of the test suite."""
-    jaxtyping_config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping_config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize("call", [ring_jax.dot_product_attention, ring_jax.ring_attention])
@@ -179,7 +171,7 @@ def test_bad_shapes(shapes, message):
 def test_bad_dtypes():
     with pytest.raises(TypeError, match="one dtype; got query float32, key bfloat16"):
         ring_jax.dot_product_attention(QUERY, KEY.astype("bfloat16"), KEY)
-    with pytest.raises(TypeError, match="query must be floating point; got int32"):
+    with pytest.raises(TypeError, match=r"query must be floating point \(float16, .*\); got int32"):
         ring_jax.dot_product_attention(QUERY.astype(int), KEY, KEY)
 
 
@@ -188,7 +180,6 @@ def test_bad_dtypes():
     [
         ({"data": 8}, (1, 16, 4, 6), "contiguous", "batch size 1 .*data of size 8.*sequence axis"),
         ({"tensor": 8}, (2, 16, 4, 6), "contiguous", "4 query heads .*tensor of size 8"),
-        ({"tensor": 4}, (2, 16, 4, 6), "contiguous", "2 key/value heads .*tensor of size 4"),
     ],
 )
 def test_sizes_that_do_not_fit_the_mesh(axes, shape, layout, message):
