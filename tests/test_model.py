@@ -144,6 +144,31 @@ def test_the_module_is_a_plain_pytree(tokens, remat):
     assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(slope, rel=1e-4)
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("layers", "pattern", "more"),
+    [(2, 2, 0.03), pytest.param(4, 4, 0.03, marks=SLOW), pytest.param(4, 2, 0.12, marks=SLOW)],
+)
+def test_what_is_kept_does_not_depend_on_the_pattern_of_windows(layers, pattern, more):
+    """Layers in a loop, one a trip, against all in one, where XLA could merge what is computed again with the forward
+    pass, and against two a trip, which cuts the inputs of both out of the stack before it starts."""
+
+    def temporaries(windows: int) -> int:
+        config = dataclasses.replace(CONFIG, num_layers=layers, embed_dim=256, mlp_dim=128, windows=(None,) * windows)
+        model = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+        def objective(model, x):
+            return model.run_layers(x, None, None, layout=None).sum()
+
+        x = jax.ShapeDtypeStruct((1, 2048, 256), jnp.float32)
+        return jax.jit(jax.grad(objective)).lower(model, x).compile().memory_analysis().temp_size_in_bytes
+
+    looped, unrolled = temporaries(0), temporaries(pattern)
+    assert unrolled <= (1 + more) * looped, (looped, unrolled)
+
+
 def test_bfloat16_stays_near_float32(tokens):
     model, wide = make_model(compute_dtype="bfloat16"), make_model()
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
