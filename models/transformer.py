@@ -9,6 +9,7 @@ loss would depend on the mesh.
 The module is a plain pytree: `jax.jit`, `jax.grad`, `jax.tree.map` and optax work on it directly.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -48,6 +49,15 @@ REMAT_POLICIES = {
     ),
 }
 """What each value of ``remat`` keeps of a layer besides its input. Gathered weights are never kept."""
+
+
+def matmul_precision(config: ModelConfig) -> contextlib.AbstractContextManager:
+    """What a program is traced under, so that ``compute_dtype="float32"`` is float32 on every device.
+
+    By default TPUs multiply float32 as bfloat16, and GPUs may take TF32.
+    """
+    exact = config.compute_dtype == "float32"
+    return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
 class Transformer(nnx.Module):
@@ -106,12 +116,13 @@ class Transformer(nnx.Module):
                 f"use pipeline=1, or the train step, which passes activations from stage to stage"
             )
         words = None if dropout_seed is None else row_words(dropout_seed, len(tokens))
-        x = self.embed(tokens)
-        if positions is None:
-            positions = self._default_positions(x, layout)
-        x = self.drop_embedding(x, words, positions, segment_ids)
-        x = self.run_layers(x, positions, segment_ids, layout=layout, words=words)
-        return self.head(x)
+        with matmul_precision(self.config):
+            x = self.embed(tokens)
+            if positions is None:
+                positions = self._default_positions(x, layout)
+            x = self.drop_embedding(x, words, positions, segment_ids)
+            x = self.run_layers(x, positions, segment_ids, layout=layout, words=words)
+            return self.head(x)
 
     @jax.named_scope("embed")
     def embed(self, tokens: Int[Array, "*B T"]) -> Float[Array, "*B t D"]:
