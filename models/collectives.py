@@ -1,7 +1,7 @@
 """What passes between devices inside the model: weights gathered where they run, tokens between blocks.
 
-    weights    cut over (data, sequence) along D; gathered for one layer at a time, their gradient comes back as a sum
-               cut the same way (reduce-scatter), in float32 whatever the compute type
+    weights    cut over (data, sequence) along D, as far as these divide it; gathered for one layer at a time, their
+               gradient comes back as a sum cut the same way (reduce-scatter), in float32 whatever the compute type
     tokens     between blocks a device holds 1 / tensor of the tokens of its sequence shard: gathered before the
                column-parallel matmul, summed and cut again after the row-parallel one (Megatron's sequence parallelism)
 
@@ -16,29 +16,24 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from models.sharding import RULES, WEIGHT_AXES
+from models.sharding import RULES, WEIGHT_AXES, weight_axes
 from ring_jax import manual
 
 GATHERED = "gathered weight"
 """Name of gathered weights for rematerialization: they are never kept for the backward pass."""
 
 
-def weight_axes() -> tuple[str, ...]:
-    """The axes that cut weights here."""
-    return tuple(axis for axis in WEIGHT_AXES if manual.axis_is_manual(axis))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(weight: Array, axis: int, axes: tuple[str, ...], dtype: jnp.dtype) -> Array:
+    return lax.all_gather(weight.astype(dtype), axes, axis=axis, tiled=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(weight: Array, axis: int, dtype: jnp.dtype) -> Array:
-    return lax.all_gather(weight.astype(dtype), weight_axes(), axis=axis, tiled=True)
+def _gather_forward(weight: Array, axis: int, axes: tuple[str, ...], dtype: jnp.dtype) -> tuple[Array, None]:
+    return _gather(weight, axis, axes, dtype), None
 
 
-def _gather_forward(weight: Array, axis: int, dtype: jnp.dtype) -> tuple[Array, None]:
-    return _gather(weight, axis, dtype), None
-
-
-def _gather_backward(axis: int, dtype: jnp.dtype, _: None, cotangent: Array) -> tuple[Array]:
-    return (lax.psum_scatter(cotangent.astype(jnp.float32), weight_axes(), scatter_dimension=axis, tiled=True),)
+def _gather_backward(axis: int, axes: tuple[str, ...], dtype: jnp.dtype, _: None, cotangent: Array) -> tuple[Array]:
+    return (lax.psum_scatter(cotangent.astype(jnp.float32), axes, scatter_dimension=axis, tiled=True),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -48,8 +43,10 @@ def gather_weight(weight: Array, axis: int, size: int, like: Array) -> Array:
     """A whole weight in the type of ``like``, from this device's part of dimension ``axis`` (``size`` in all)."""
     if weight.shape[axis] == size:
         return weight.astype(like.dtype)
+    axes = weight_axes(size, {name: manual.axis_size(name) for name in WEIGHT_AXES})
+    axes = tuple(name for name in axes if manual.axis_is_manual(name))
     weight = manual.vary_alike(weight, like)[0]
-    return checkpoint_name(_gather(weight, axis % weight.ndim, jnp.dtype(like.dtype)), GATHERED)
+    return checkpoint_name(_gather(weight, axis % weight.ndim, axes, jnp.dtype(like.dtype)), GATHERED)
 
 
 def gather_tokens(x: Array, axis: int = 1) -> Array:

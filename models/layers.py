@@ -8,6 +8,7 @@ Parameters are float32; they are cast to the type of the activations where they 
 [L, ...]; `lax.scan` hands `__call__` the slice of one layer.
 """
 
+import functools
 import math
 
 import jax
@@ -68,15 +69,16 @@ def rotary_tables(
     """Cosine and sine of the rotary angles, position * frequency (`rotary_frequencies`), float32.
 
     A float32 holds neither large integers nor large angles: at position 10^6 a plain product is wrong by up to 0.06
-    radians, and from 2^24 on neighbors collide. So the position is split, p = 65536 * a + b, and the part of
-    a is reduced modulo 2 pi with frequencies prepared in float64. Below 65,536 the result is that of the plain product;
-    it is within 0.02 radians up to 2^31 - 1.
+    radians, and from 2^24 on neighbors collide. So the angle is counted in turns, of which whole ones do not matter: a
+    frequency is an integer of 2^-32 turns, whose product with the position wraps round exactly, and a rest below 2^-33
+    turns. Within 10^-6 at every int32 position, so adding a constant to all positions changes rounding only.
     """
-    frequency = rotary_frequencies(head_dim, theta, scaling)
-    coarse_frequency = np.mod(65536 * frequency, 2 * np.pi)
-    coarse = (positions >> 16).astype(jnp.float32)[..., None] * coarse_frequency.astype(np.float32)
-    fine = (positions & 0xFFFF).astype(jnp.float32)[..., None] * frequency.astype(np.float32)
-    angle = fine + jnp.mod(coarse, np.float32(2 * np.pi))
+    turns = np.mod(rotary_frequencies(head_dim, theta, scaling) / (2 * np.pi), 1.0) * 2.0**32
+    whole = np.round(turns)
+    rest = (turns - whole).astype(np.float32)
+    wrapped = positions.astype(jnp.uint32)[..., None] * np.mod(whole, 2.0**32).astype(np.uint32)
+    part = lax.bitcast_convert_type(wrapped, jnp.int32).astype(jnp.float32)  # from -1/2 to 1/2 turn
+    angle = (part + positions.astype(jnp.float32)[..., None] * rest) * np.float32(2 * np.pi / 2**32)
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -172,18 +174,56 @@ class MLP(nnx.Module):
         gate, up = (gather_weight(w[...], 0, width, x) for w in (self.gate, self.up))
         down = gather_weight(self.down[...], -1, width, x)
 
-        def hidden(x: Array) -> Array:
-            inner = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x, gate)) * jnp.einsum("BTD,DF->BTF", x, up)
-            return jnp.einsum("BTF,FD->BTD", inner, down)
+        x, gate, up, down = manual.vary_alike(x, gate, up, down)  # in `_in_chunks` cotangents vary like all of them
+        tokens = x.reshape(-1, width)
+        if self.chunk is None or self.chunk >= len(tokens):
+            out = _swiglu(tokens, gate, up, down)
+        else:
+            out = _in_chunks(self.chunk, tokens, gate, up, down)
+        return scatter_tokens(out.reshape(x.shape))
 
-        length = x.shape[1]
-        if self.chunk is None or self.chunk >= length:
-            return scatter_tokens(hidden(x))
-        count = -(-length // self.chunk)
-        padded = jnp.pad(x, ((0, 0), (0, count * self.chunk - length), (0, 0)))
-        pieces = jnp.moveaxis(padded.reshape(x.shape[0], count, self.chunk, width), 1, 0)
-        pieces = lax.map(jax.checkpoint(hidden), pieces)
-        return scatter_tokens(jnp.moveaxis(pieces, 0, 1).reshape(padded.shape)[:, :length])
+
+def _swiglu(x: Array, gate: Array, up: Array, down: Array) -> Array:
+    inner = jax.nn.silu(jnp.einsum("nD,DF->nF", x, gate)) * jnp.einsum("nD,DF->nF", x, up)
+    return jnp.einsum("nF,FD->nD", inner, down)
+
+
+def _cut(chunk: int, x: Array) -> Array:
+    """[n, D] as [chunks, at most chunk, D], filled up with zeros."""
+    count = -(-len(x) // chunk)
+    size = -(-len(x) // count)
+    return jnp.pad(x, ((0, count * size - len(x)), (0, 0))).reshape(count, size, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_chunks(chunk: int, x: Array, *weights: Array) -> Array:
+    """`_swiglu` of so many tokens at a time; the hidden layer of each is made again in the backward pass.
+
+    Gradients of the weights are summed in float32: JAX's own gradient of the loop would sum in the type of the weights,
+    and in bfloat16 lose what each chunk adds.
+    """
+    pieces = lax.map(lambda piece: _swiglu(piece, *weights), _cut(chunk, x))
+    return pieces.reshape(-1, x.shape[-1])[: len(x)]
+
+
+def _in_chunks_forward(chunk: int, x: Array, *weights: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _in_chunks(chunk, x, *weights), (x, *weights)
+
+
+def _in_chunks_backward(chunk: int, residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+    x, *weights = residuals
+
+    def add(sums: list[Array], pieces: tuple[Array, Array]) -> tuple[list[Array], Array]:
+        piece, cotangent = pieces
+        dx, *grads = jax.vjp(_swiglu, piece, *weights)[1](cotangent)
+        return [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)], dx
+
+    zeros = [manual.full_like(w.shape, 0, jnp.float32, x, cotangent, *weights) for w in weights]
+    sums, dx = lax.scan(add, zeros, (_cut(chunk, x), _cut(chunk, cotangent)))
+    return dx.reshape(-1, x.shape[-1])[: len(x)], *(s.astype(w.dtype) for s, w in zip(sums, weights, strict=True))
+
+
+_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 class DecoderLayer(nnx.Module):

@@ -126,10 +126,38 @@ def param_specs(params: Any, rules: ShardingRules = RULES) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: rules.spec(*logical_axes(path)), params)
 
 
+def weight_axes(width: int, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes that cut weights of a model of this width: both; or the larger that divides it, if any does.
+
+    Example:
+      >>> weight_axes(768, {"data": 64, "sequence": 4}), weight_axes(768, {"data": 64, "sequence": 8})
+      (('data', 'sequence'), ('data',))
+    """
+    sizes = {axis: mesh_shape.get(axis, 1) for axis in WEIGHT_AXES}
+    if width % math.prod(sizes.values()) == 0:
+        return WEIGHT_AXES
+    fits = [axis for axis, size in sizes.items() if size > 1 and width % size == 0]
+    return tuple(sorted(fits, key=lambda axis: -sizes[axis])[:1])
+
+
 def make_rules(config: ModelConfig, mesh_shape: Mapping[str, int]) -> ShardingRules:
-    """The rules for a model on a mesh: weights whole on `data` and `sequence` where these do not divide the width."""
-    size = math.prod(mesh_shape.get(axis, 1) for axis in WEIGHT_AXES)
-    return RULES if config.embed_dim % size == 0 else dataclasses.replace(RULES, embed=None)
+    """The rules for a model on a mesh: weights cut over `weight_axes` of its width."""
+    axes = weight_axes(config.embed_dim, mesh_shape)
+    return RULES if axes == WEIGHT_AXES else dataclasses.replace(RULES, embed=axes or None)
+
+
+def weight_notes(config: ModelConfig, mesh_shape: Mapping[str, int]) -> list[str]:
+    """What is to be said where weights are not cut over all devices of `data` and `sequence`."""
+    axes, sizes = weight_axes(config.embed_dim, mesh_shape), [mesh_shape.get(axis, 1) for axis in WEIGHT_AXES]
+    if axes == WEIGHT_AXES:
+        return []
+    whole = next((axis for axis in WEIGHT_AXES if axis not in axes), "") if axes else " x ".join(WEIGHT_AXES)
+    parts = math.prod(mesh_shape[axis] for axis in axes)
+    return [
+        f"weights, gradients and optimizer state are whole over {whole}, {math.prod(sizes) // parts} times what they "
+        f"need be on each device: model.embed_dim={config.embed_dim} is not a multiple of mesh.data x mesh.sequence="
+        f"{math.prod(sizes)}; use sizes whose product divides it"
+    ]
 
 
 def check_divisibility(config: ModelConfig, mesh_shape: Mapping[str, int]) -> list[str]:

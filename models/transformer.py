@@ -9,6 +9,8 @@ loss would depend on the mesh.
 The module is a plain pytree: `jax.jit`, `jax.grad`, `jax.tree.map` and optax work on it directly.
 """
 
+import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -47,6 +49,15 @@ REMAT_POLICIES = {
     ),
 }
 """What each value of ``remat`` keeps of a layer besides its input. Gathered weights are never kept."""
+
+
+def matmul_precision(config: ModelConfig) -> contextlib.AbstractContextManager:
+    """What a program is traced under, so that ``compute_dtype="float32"`` is float32 on every device.
+
+    By default TPUs multiply float32 as bfloat16, and GPUs may take TF32.
+    """
+    exact = config.compute_dtype == "float32"
+    return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
 class Transformer(nnx.Module):
@@ -105,12 +116,13 @@ class Transformer(nnx.Module):
                 f"use pipeline=1, or the train step, which passes activations from stage to stage"
             )
         words = None if dropout_seed is None else row_words(dropout_seed, len(tokens))
-        x = self.embed(tokens)
-        if positions is None:
-            positions = self._default_positions(x, layout)
-        x = self.drop_embedding(x, words, positions, segment_ids)
-        x = self.run_layers(x, positions, segment_ids, layout=layout, words=words)
-        return self.head(x)
+        with matmul_precision(self.config):
+            x = self.embed(tokens)
+            if positions is None:
+                positions = self._default_positions(x, layout)
+            x = self.drop_embedding(x, words, positions, segment_ids)
+            x = self.run_layers(x, positions, segment_ids, layout=layout, words=words)
+            return self.head(x)
 
     @jax.named_scope("embed")
     def embed(self, tokens: Int[Array, "*B T"]) -> Float[Array, "*B t D"]:
@@ -163,21 +175,29 @@ class Transformer(nnx.Module):
         self._check_shards()
         if positions is None:
             positions = self._default_positions(x, layout)
+        layers = self.layers if layers is None else layers
         windows = self.config.windows or (None,)
+        # Between the two loops, forward and backward, nothing can be merged; in one trip of a loop, or without a loop,
+        # XLA would merge what is computed again with what was computed before, and keep that.
+        one_a_trip = len(windows) == 1 < len(layers.attention_norm.scale)
+
+        @functools.partial(
+            jax.checkpoint, static_argnums=0, prevent_cse=not one_a_trip, policy=REMAT_POLICIES[self.config.remat]
+        )
+        def run(i: int, x: Array, group: DecoderLayer, number: Array | None) -> Array:
+            # Cut out in here: outside, every layer's part would be kept for the backward pass, a second copy of all.
+            layer = jax.tree.map(lambda w: w[i], group)
+            # Gathered weights depend on weights alone: untied from x they would be computed for all layers before the
+            # loops, and all be there at once.
+            x, layer = lax.optimization_barrier((x, layer))
+            return layer(x, positions, segment_ids, layout=layout, window=windows[i], words=words, number=number)
 
         def body(x: Array, held: tuple[DecoderLayer, Array | None]) -> tuple[Array, None]:
             group, numbers = held
-            # Gathered weights depend on weights alone: untied from x they would be computed for all layers before the
-            # loops, and all be there at once.
-            x, group = lax.optimization_barrier((x, group))
-            for i, window in enumerate(windows):
-                layer = jax.tree.map(lambda w, i=i: w[i], group)
-                number = None if numbers is None else numbers[i]
-                x = layer(x, positions, segment_ids, layout=layout, window=window, words=words, number=number)
+            for i in range(len(windows)):
+                x = run(i, x, group, None if numbers is None else numbers[i])
             return x, None
 
-        body = jax.checkpoint(body, prevent_cse=False, policy=REMAT_POLICIES[self.config.remat])
-        layers = self.layers if layers is None else layers
         groups = jax.tree.map(lambda w: w.reshape(-1, len(windows), *w.shape[1:]), layers)
         # The carry must enter the loop varying over every axis that it varies over when it leaves.
         x = manual.vary_alike(x, positions, segment_ids, words, jax.tree.leaves(layers))[0]

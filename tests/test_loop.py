@@ -232,6 +232,12 @@ def test_a_long_warmup_is_clamped_and_said_so(text, tmp_path):
     assert prepared.notes == ["optimizer.warmup_steps=50 is more than num_steps=6: clamped to 6"]
 
 
+def test_whole_weights_are_said_so(text, tmp_path):
+    prepared = loop.prepare(tiny(text, tmp_path / "run", mesh=MeshConfig(data=2, sequence=3)), resume_command="")
+    (note,) = prepared.notes
+    assert note.startswith("weights, gradients and optimizer state are whole over sequence, 3 times")
+
+
 def test_a_run_on_tokens_scores_bytes_and_continues_its_rows(text, tmp_path):
     """A tokenizer and a cache; stopped, and continued with the same rows; scored per byte of text."""
     texts = [path.read_bytes() for path in sorted(pathlib.Path(text).iterdir())]

@@ -12,7 +12,7 @@ from jax import P
 
 from models import ModelConfig, RopeScaling, Transformer
 from models.config import REMAT
-from models.layers import rotary_frequencies, rotary_tables
+from models.layers import MLP, rotary_frequencies, rotary_tables
 from models.sharding import RULES, param_specs
 from ring_jax import from_layout, make_mesh, to_layout
 
@@ -144,6 +144,31 @@ def test_the_module_is_a_plain_pytree(tokens, remat):
     assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(slope, rel=1e-4)
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("layers", "pattern", "more"),
+    [(2, 2, 0.03), pytest.param(4, 4, 0.03, marks=SLOW), pytest.param(4, 2, 0.12, marks=SLOW)],
+)
+def test_what_is_kept_does_not_depend_on_the_pattern_of_windows(layers, pattern, more):
+    """Layers in a loop, one a trip, against all in one, where XLA could merge what is computed again with the forward
+    pass, and against two a trip, which cuts the inputs of both out of the stack before it starts."""
+
+    def temporaries(windows: int) -> int:
+        config = dataclasses.replace(CONFIG, num_layers=layers, embed_dim=256, mlp_dim=128, windows=(None,) * windows)
+        model = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+        def objective(model, x):
+            return model.run_layers(x, None, None, layout=None).sum()
+
+        x = jax.ShapeDtypeStruct((1, 2048, 256), jnp.float32)
+        return jax.jit(jax.grad(objective)).lower(model, x).compile().memory_analysis().temp_size_in_bytes
+
+    looped, unrolled = temporaries(0), temporaries(pattern)
+    assert unrolled <= (1 + more) * looped, (looped, unrolled)
+
+
 def test_bfloat16_stays_near_float32(tokens):
     model, wide = make_model(compute_dtype="bfloat16"), make_model()
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
@@ -159,23 +184,58 @@ def test_a_token_outside_the_vocabulary_is_not_silently_clamped(tokens):
     assert np.isfinite(logits[0]).all() and np.isnan(logits[1, 3]).all()
 
 
+# --- the MLP in chunks -----------------------------------------------------------------------------------------------
+
+
+def mlp_grads(x, chunk: int | None) -> dict[str, np.ndarray]:
+    """Gradients of the weights of a layer's MLP, float64."""
+    config = dataclasses.replace(CONFIG, num_layers=1, mlp_chunk=chunk)
+    mlp = jax.tree.map(lambda w: w[0], MLP(config, rngs=nnx.Rngs(0)))
+    grads = jax.jit(jax.grad(lambda mlp, x: jnp.sum(mlp(x).astype(jnp.float32))))(mlp, x)
+    return {name: np.asarray(getattr(grads, name).get_value(), np.float64) for name in ("gate", "up", "down")}
+
+
+def test_gradients_of_chunks_are_summed_in_float32():
+    x = jax.random.normal(jax.random.key(1), (1, 2048, CONFIG.embed_dim)).astype(jnp.bfloat16)
+    exact = mlp_grads(x.astype(jnp.float32), None)
+    at_once, chunked = mlp_grads(x, None), mlp_grads(x, 32)
+    for name, want in exact.items():
+        errors = [np.sqrt(np.mean((found[name] - want) ** 2)) for found in (chunked, at_once)]
+        assert errors[0] <= 1.3 * errors[1], (name, errors)
+
+
+def test_a_chunk_counts_the_tokens_of_all_rows():
+    """Three rows of 8 in chunks of 10: three passes of 8, the same gradients as all at once, and no hidden layer of
+    24."""
+    x = jax.random.normal(jax.random.key(1), (3, 8, CONFIG.embed_dim))
+    mlp = jax.tree.map(lambda w: w[0], MLP(dataclasses.replace(CONFIG, num_layers=1, mlp_chunk=10), rngs=nnx.Rngs(0)))
+    program = str(jax.make_jaxpr(jax.grad(lambda mlp, x: mlp(x).sum()))(mlp, x))
+    assert f"[8,{CONFIG.mlp_dim}]" in program and f"[24,{CONFIG.mlp_dim}]" not in program
+    assert f",8,{CONFIG.mlp_dim}]" not in program
+    for got, want in zip(*(mlp_grads(x, chunk).values() for chunk in (10, None)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+
+
 # --- rotary angles -------------------------------------------------------------------------------------------------
 
 
-def test_rotary_angles_are_right_up_to_the_largest_position():
-    positions = np.array([0, 1, 32768, 65535, 65536, 10**6, 2**24, 2**24 + 1, 2**31 - 1], np.int64)
-    cos, sin = rotary_tables(jnp.asarray(positions, jnp.int32), 64, 10_000.0)
-    angle = positions[:, None] * 10_000.0 ** (-np.arange(32) / 32)
+@pytest.mark.parametrize(("theta", "scaling"), [(10_000.0, RopeScaling()), (500_000.0, RopeScaling(factor=8.0))])
+def test_rotary_angles_are_those_of_float64_at_every_position(theta, scaling):
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(2**n, 2 ** (n + 1), 50) for n in range(31)]
+    positions = np.concatenate([[0, 65535, 65536, 2**24 + 1, 2**31 - 1, -1, -(2**20)], *drawn])
+    cos, sin = jax.jit(lambda p: rotary_tables(p, 64, theta, scaling))(positions.astype(np.int32))
     assert (cos.dtype, sin.dtype) == (jnp.float32, jnp.float32)
-    error = np.maximum(np.abs(cos - np.cos(angle)), np.abs(sin - np.sin(angle))).max(-1)
-    assert (error[:5] < 0.01).all() and (error < 0.02).all(), error
+    angle = positions[:, None].astype(np.longdouble) * rotary_frequencies(64, theta, scaling)
+    error = np.maximum(np.abs(np.array(cos) - np.cos(angle)), np.abs(np.array(sin) - np.sin(angle))).max(-1)
+    assert error.max() < 1e-6, positions[error.argmax()]
 
 
-def test_rotary_angles_below_65536_are_the_plain_product():
-    positions = jnp.arange(0, 65536, 1111)
-    cos, _ = rotary_tables(positions, 16, 10_000.0)
-    frequency = (10_000.0 ** (-np.arange(8) / 8)).astype(np.float32)
-    np.testing.assert_array_equal(cos, jnp.cos(positions[:, None].astype(jnp.float32) * frequency))
+def test_logits_do_not_change_when_all_positions_move(tokens):
+    want = run(make_model(), tokens)
+    for start in (2**20, 2**24 - 3, 2**31 - 1 - T):
+        moved = run(make_model(), tokens, positions=start + np.arange(T, dtype=np.int32))
+        np.testing.assert_allclose(moved, want, atol=5e-6)
 
 
 def test_scaled_frequencies_are_those_of_llama_3_1():

@@ -70,6 +70,19 @@ def test_a_process_that_has_used_its_devices_keeps_them(fake):
     assert platform.prepare(8, "auto").count == 2
 
 
+@pytest.mark.parametrize("kinds", [("device",), ("device", "unpinned_host")])
+def test_offloading_needs_a_way_to_the_memory_of_the_host(monkeypatch, kinds):
+    memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+    chip = types.SimpleNamespace(device_kind="Some chip", addressable_memories=lambda: memories)
+    monkeypatch.setattr(platform, "jax", types.SimpleNamespace(local_devices=lambda: [chip]))
+    platform.check_remat("attention")
+    message = f"model.remat='offload' keeps attention in pinned_host memory, and Some chip has only {', '.join(kinds)}"
+    with pytest.raises(ValueError, match=f"{message}; use --model.remat attention"):
+        platform.check_remat("offload")
+    memories.append(types.SimpleNamespace(kind="pinned_host"))
+    platform.check_remat("offload")
+
+
 def test_collectives_get_time_and_limits_that_are_set_stay(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=7 --xla_other=1")
     platform.lengthen_collective_timeouts()

@@ -4,11 +4,14 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
-from jax import P
+from jax import P, lax
 
 from models import ModelConfig, Transformer
+from models.collectives import gather_weight
 from models.sharding import (
     LOGICAL_AXES,
     RULES,
@@ -17,7 +20,9 @@ from models.sharding import (
     make_rules,
     param_specs,
     parameter_name,
+    weight_notes,
 )
+from ring_jax import make_mesh
 
 CONFIG = ModelConfig(
     vocab_size=32,
@@ -57,10 +62,45 @@ def test_specs_cut_columns_then_rows_over_tensor_and_layers_over_pipeline():
     assert specs.unembedding.get_value() == P(width, vocabulary)
 
 
-def test_weights_stay_whole_where_their_width_cannot_be_cut():
-    rules = make_rules(CONFIG, {"data": 1, "sequence": 3})
-    assert rules.spec("layers", "embed", "mlp") == P("pipeline", None, "tensor")
-    assert make_rules(CONFIG, {"data": 2, "sequence": 4}) == RULES
+@pytest.mark.parametrize(
+    ("data", "sequence", "axes", "note"),
+    [
+        (1, 3, None, "whole over data x sequence, 3 times what they need be"),
+        (2, 3, ("data",), "whole over sequence, 3 times"),
+        (4, 8, ("sequence",), "whole over data, 4 times"),
+        (5, 3, None, "model.embed_dim=16 is not a multiple of mesh.data x mesh.sequence=15; use sizes"),
+    ],
+)
+def test_weights_are_cut_over_what_divides_their_width(data, sequence, axes, note):
+    mesh = {"data": data, "sequence": sequence}
+    assert make_rules(CONFIG, mesh).spec("layers", "embed", "mlp") == P("pipeline", axes, "tensor")
+    (line,) = weight_notes(CONFIG, mesh)
+    assert note in line
+
+
+def test_weights_are_cut_over_both_axes_where_these_divide_their_width():
+    assert make_rules(CONFIG, {"data": 2, "sequence": 4}) == RULES and make_rules(CONFIG, {}) == RULES
+    assert weight_notes(CONFIG, {"data": 2, "sequence": 4}) == weight_notes(CONFIG, {}) == []
+
+
+def test_weights_that_one_axis_cuts_are_gathered_and_their_gradient_is_summed_over_both():
+    """Two data shards hold half of 4 rows each, which three sequence shards do not divide."""
+    rng = np.random.default_rng(0)
+    weight, factors = rng.normal(size=(4, 8)).astype(np.float32), rng.normal(size=(2, 3, 4, 8)).astype(np.float32)
+
+    def local(weight, factors):
+        def objective(weight):
+            weight = lax.pcast(weight, ("tensor", "pipeline", "sequence"), to="varying")
+            whole = gather_weight(weight, 0, 4, factors)
+            return lax.psum(jnp.sum(whole * factors), ("data", "tensor", "pipeline", "sequence"))
+
+        return jax.value_and_grad(objective)(weight)
+
+    mesh = make_mesh(data=2, sequence=3)
+    call = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P("data", "sequence")), out_specs=(P(), P("data")))
+    value, grad = jax.jit(call)(weight, factors)
+    np.testing.assert_allclose(value, (weight * factors).sum(), rtol=1e-5)
+    np.testing.assert_allclose(grad, factors.sum((0, 1)), rtol=1e-5)
 
 
 def test_tied_model_has_no_second_table():

@@ -5,17 +5,18 @@ Compiled only, never run; what is read is exact on any machine.
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from test_step import MODEL, SGD
+from test_step import MODEL, ONE, SGD, B, T, make_config, packed_batch, trace, walk
 
 from models import ModelConfig
 from ring_jax import inspect, make_mesh
 from train.config import MESH_AXES, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from train.step import abstract_state, make_train_step
+from train.step import abstract_state, make_eval_step, make_train_step
 
 WIDE = dataclasses.replace(MODEL, embed_dim=64, mlp_dim=192, head_dim=16, vocab_size=128)
 
@@ -61,14 +62,37 @@ def test_the_logits_of_a_large_vocabulary_never_appear():
     compiled, _ = compile_step((1, 2, 1, 2), 2048, 1, model, loss=LossConfig(chunk=256))
     logits = 2048 * 131072 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
-    largest = max(math.prod(map(int, dims.split(","))) for dims in _float_shapes(compiled.as_text()))
-    assert largest * 4 <= logits / 16
+    shapes = _float_shapes(compiled.as_text())
+    assert any(kind == "f32" for kind, _ in shapes)
+    size, largest = max((math.prod(map(int, dims.split(","))), f"{kind}[{dims}]") for kind, dims in shapes)
+    assert size * 4 <= logits / 16, f"{largest} is the largest"
 
 
-def _float_shapes(text: str) -> set[str]:
-    import re
+def _float_shapes(text: str) -> set[tuple[str, str]]:
+    """(type, dimensions) of all arrays of floating-point numbers in a program, of any width."""
+    return set(re.findall(r"\b(b?f\d\w*)\[([\d,]+)\]", text))
 
-    return set(re.findall(r"f32\[([\d,]+)\]", text))
+
+def test_logits_of_any_type_would_be_seen():
+    text = "%a = bf16[2048,131072]{1,0} dot(f8e4m3fn[8,4] %b, f32[2] %c, s32[9,9] %d), f64[]"
+    assert _float_shapes(text) == {("bf16", "2048,131072"), ("f8e4m3fn", "8,4"), ("f32", "2")}
+
+
+def precisions(equations) -> set:
+    return {eqn.params["precision"] for _, eqn in equations if eqn.primitive.name == "dot_general"}
+
+
+def test_float32_is_multiplied_as_float32():
+    """Every product of the step, of an evaluation and of the model alone; a TPU's default is bfloat16, a GPU's TF32."""
+    highest = {(jax.lax.Precision.HIGHEST,) * 2}
+    config = make_config(ONE)
+    mesh, batch = make_mesh(), {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in packed_batch(0)}
+    params = abstract_state(config, mesh).params
+    assert precisions(trace(ONE, 1)) == highest
+    assert precisions(walk(make_eval_step(config, mesh).trace(params, batch).jaxpr.jaxpr)) == highest
+    assert precisions(walk(jax.make_jaxpr(lambda model, x: model(x))(params, batch["tokens"]).jaxpr)) == highest
+    half = trace(ONE, 1, model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
+    assert not precisions(half) & highest
 
 
 def layer_matrices(model: ModelConfig) -> int:

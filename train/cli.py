@@ -234,6 +234,10 @@ def _run_process(config: TrainConfig, *, resume_command: str) -> int:
     """The part of the run that is this process's."""
     devices = platform.prepare(config.mesh.num_devices, config.platform, num_processes=distributed.num_processes())
     _check(config, devices.count, device_kind=devices.kind)
+    try:
+        platform.check_remat(config.model.remat)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if devices.simulated and distributed.is_main():
         print(f"simulating {devices.count} devices on this host's CPU (mesh {config.mesh})", flush=True)
 

@@ -182,16 +182,17 @@ def _exposed(transfers: Sequence[Transfer], those: Sequence[Collective], hardwar
 
 
 def executed_flops(config: TrainConfig, tokens: int, pairs: int) -> float:
-    """FLOPs of a step on all devices, with what the backward pass computes again: scores, and layers by `remat`.
+    """FLOPs of a step on all devices, with what the backward pass computes again: logits, scores, layers by `remat`.
 
-    2 a weight and token forward, 4 backward; 4 H a pair and head forward, 10 H backward, for a block's backward pass
-    computes its scores again.
+    2 a weight and token forward, 4 backward, and for the head 2 more, whose logits are made again; 4 H a pair and head
+    forward, 10 H backward, for a block's backward pass computes its scores again.
     """
     model = config.model
-    layers = matmul_params(model) - model.mtp_depth * model.embed_dim * model.vocab_size
+    head = model.mtp_depth * model.embed_dim * model.vocab_size
+    layers = matmul_params(model) - head
     again, attention = {"none": (0, 0), "layer": (1, 1)}.get(model.remat, (1, 0))
     per_pair = model.num_layers * model.num_heads * model.head_dim * (14 + 4 * attention)
-    return float((6 * matmul_params(model) + 2 * again * layers) * tokens + per_pair * pairs)
+    return float((6 * matmul_params(model) + 2 * head + 2 * again * layers) * tokens + per_pair * pairs)
 
 
 def is_ring_hop(x: Collective) -> bool:

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
+from models.sharding import weight_notes
 from ring_jax import make_mesh
 from train import checkpoint, distributed, metrics, report
 from train.bigram import bigram_bits_per_byte
@@ -60,6 +61,7 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
             f"clamped to {config.num_steps}"
         )
         config = clamp_warmup(config)
+    notes += weight_notes(config.model, config.mesh.sizes())
     corpus = load_corpus(config.data, say=functools.partial(print, flush=True))
     if config.resume:
         meta = checkpoint.read_newest_meta(run_dir)

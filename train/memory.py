@@ -1,20 +1,19 @@
 """Memory per device: what a backend reports, and an estimate for a configuration from its sizes alone.
 
 What always holds: the estimate needs no device and no compilation, and it is an estimate: it counts arrays that must
-exist, not what a compiler adds. It takes weights, gradients and optimizer state to be cut over all four mesh axes and
-activations between blocks over `tensor`, too. The compiled step's
+exist, not what a compiler adds. It takes activations between blocks to be cut over `tensor`, too. The compiled step's
 `memory_analysis()` tells the truth.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
+from models.sharding import weight_axes
+from ring_jax import costs
 from train.config import TrainConfig
-from train.flops import num_params
-
-_STATE_BYTES = {"adamw": 16, "sgd": 8}  # float32: parameter, gradient, and Adam's two moments
 
 
 class MemoryEstimate(NamedTuple):
@@ -37,7 +36,8 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     """What a train step keeps on each device at its peak, with rematerialized layers if `model.remat`."""
     model, mesh = config.model, config.mesh
     width = 2 if model.compute_dtype == "bfloat16" else 4
-    state = _STATE_BYTES[config.optimizer.name] * num_params(model) / mesh.num_devices
+    held = state_bytes(config)
+    state = 2 * held.params + held.moments  # parameters and their gradients
     rows = config.data.batch_size / mesh.data
     tokens = rows * config.data.seq_len / mesh.sequence
     tokens /= config.accumulate
@@ -56,7 +56,9 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     # The sum between attention and MLP, and what the two norms see in float32.
     sums = width * model.embed_dim * (1 if width == 4 else 5)
     everything = inside + rounded + sums + (hidden if model.mlp_chunk is None else 0)
-    kept = {"none": everything, "layer": 0, "attention": attention, "offload": 0}[model.remat] + width * model.embed_dim
+    exchanged, copied = _exchanged(config)
+    kept = {"none": everything + copied, "layer": 0, "attention": attention + exchanged, "offload": 0}[model.remat]
+    kept += width * model.embed_dim
     # In the bubble the pipeline's stages run on nothing, and keep it; a tick is put together before it joins the rest.
     stages = mesh.pipeline
     ticks = 1 + stages / (config.repeats * config.num_microbatches) if stages > 1 else 1
@@ -65,6 +67,24 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     weights = (width + 4) * layer_params / mesh.tensor  # gathered, and their gradient before it is scattered
     logits = 2 * 4 * min(config.loss.chunk, tokens) * model.vocab_size / mesh.tensor / stages
     return MemoryEstimate(state=state, saved=saved, working=layer + weights + logits + moving)
+
+
+def _exchanged(config: TrainConfig) -> tuple[float, float]:
+    """(all, those of which there is no other form): bytes a token of what Ulysses and USP keep beside out and lse.
+
+    Query, key and value as they came out of the exchange, key/value heads perhaps in copies, and out before it.
+    """
+    model, mesh = config.model, config.mesh
+    width = 2 if model.compute_dtype == "bfloat16" else 4
+    heads = max(1, model.num_heads // mesh.tensor), max(1, model.num_kv_heads // mesh.tensor)
+    sizes = {"seq_len": config.data.seq_len, "num_heads": heads[0], "num_kv_heads": heads[1]}
+    call = costs.make_call(**sizes, head_dim=model.head_dim, layout=config.layout)
+    grid = costs.grid_of(call, model.strategy, mesh.sequence)
+    if grid is None or grid.ulysses == 1:
+        return 0, 0
+    keys = costs.place_call(call, grid).num_kv_heads * grid.ulysses * mesh.tensor
+    entry = width * model.head_dim
+    return entry * (2 * model.num_heads + 2 * keys), entry * (model.num_heads + 2 * (keys - model.num_kv_heads))
 
 
 class StateBytes(NamedTuple):
@@ -84,11 +104,11 @@ def state_bytes(config: TrainConfig) -> StateBytes:
     """Parameters, optimizer state and batch as they lie on a device: float32 weights, cut as `models.sharding` says.
 
     Matrices of layers are cut over all four axes, the vocabulary's too; norm scales over `pipeline` alone; where data x
-    sequence does not divide the width of the model, weights are whole on these axes.
+    sequence does not divide the width of the model, weights are whole on one of these axes, or both.
     """
     model, mesh = config.model, config.mesh
-    width, shards = model.embed_dim, mesh.data * mesh.sequence
-    shards = 1 if width % shards else shards
+    width = model.embed_dim
+    shards = math.prod(mesh.sizes()[axis] for axis in weight_axes(width, mesh.sizes()))
     heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     layers = model.num_layers * width * (heads + 3 * model.mlp_dim) // (shards * mesh.tensor * mesh.pipeline)
     tables = (1 if model.tie_embeddings else 2) * model.vocab_size * width // (shards * mesh.tensor * mesh.pipeline)

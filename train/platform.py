@@ -61,6 +61,23 @@ def prepare(num_devices: int, platform: str, *, num_processes: int = 1) -> Devic
     return Devices(count=len(devices), kind=devices[0].device_kind, simulated=False)
 
 
+def check_remat(remat: str) -> None:
+    """Refuse ``remat="offload"`` on devices that have no way to the host's memory; what `prepare` chose is started.
+
+    Raises:
+      ValueError: they have none; the compiler would say so after minutes.
+    """
+    if remat != "offload":
+        return
+    device = jax.local_devices()[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"model.remat='offload' keeps attention in pinned_host memory, and {device.device_kind} has only "
+            f"{', '.join(kinds)}; use --model.remat attention, which keeps it on the device, or layer"
+        )
+
+
 def lengthen_collective_timeouts() -> None:
     """Give late CPU devices time to arrive at a collective; limits that XLA_FLAGS already names stay as they are."""
     flags = os.environ.get("XLA_FLAGS", "")

@@ -16,6 +16,7 @@ import tyro
 from jax.sharding import Mesh
 
 import ring_jax
+from models.sharding import weight_notes
 from ring_jax import planner, pods
 from ring_jax.planner import find_hardware
 from ring_jax.pods import Pod
@@ -111,10 +112,10 @@ def _mesh_problem(config: TrainConfig, pod: Pod) -> str:
 
 
 def warnings(config: TrainConfig, pod: Pod, mesh: Mesh) -> list[str]:
-    """What is legal and slow: a ring that leaves its host, or whose hops share a link."""
+    """What is legal and slow or large: a ring that leaves its host, or whose hops share a link; whole weights."""
+    found, hardware = weight_notes(config.model, config.mesh.sizes()), find_hardware(pod.kind)
     if config.mesh.sequence == 1:
-        return []
-    found, hardware = [], find_hardware(pod.kind)
+        return found
     if hardware and pod.network_bytes and pods.crosses_hosts(mesh, "sequence"):
         model, length = config.model, config.data.seq_len // config.mesh.sequence
         sizes = planner.Sizes(

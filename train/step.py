@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import Transformer
 from models.dropout import fold, row_words
 from models.sharding import RULES
+from models.transformer import matmul_precision
 from ring_jax import layouts
 from ring_jax.dropout import as_words
 from ring_jax.mesh import compiler_options
@@ -78,7 +79,8 @@ def make_train_step(
         if config.model.drops:
             batch = batch | {DROPOUT: row_words(seed, len(batch["tokens"]))}
         fun = in_pieces(jax.value_and_grad(objective, has_aux=True), batch, config)
-        (_, sums), grads = fun(params, batch)
+        with matmul_precision(config.model):
+            (_, sums), grads = fun(params, batch)
         return sums, grads
 
     given = specs, BATCH_SPEC, PartitionSpec()
@@ -131,7 +133,9 @@ def make_eval_step(config: TrainConfig, mesh: Mesh) -> Callable[[Transformer, Ba
     shardings = state_shardings(config, mesh).params
 
     def local_sums(params: Transformer, batch: Batch) -> tuple[Array, ...]:
-        return in_pieces(lambda params, batch: evaluation_sums(params, batch, config), batch, config)(params, batch)
+        fun = in_pieces(lambda params, batch: evaluation_sums(params, batch, config), batch, config)
+        with matmul_precision(config.model):
+            return fun(params, batch)
 
     specs = state_specs(config).params, BATCH_SPEC
     sums = jax.shard_map(local_sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())

@@ -14,6 +14,7 @@ step and reads what the compiler made of it.
 import functools
 from typing import NamedTuple
 
+from models.sharding import WEIGHT_AXES, weight_axes
 from ring_jax import costs
 from ring_jax.costs import Timing, attention_memory, attention_time, make_call
 from ring_jax.hardware import Topology, kernel_efficiency
@@ -192,9 +193,15 @@ def _layer_cost(config: TrainConfig, topology: Topology, links: dict[str, Link],
         attention=sum(work),
         recompute=(forward if again else 0) + (turns - 1) * work[0],
         ring=turns * waits[0] + waits[1],
-        weights=_weight_waits(config, joined(links["data"], links["sequence"]), forward + work[0]),
+        weights=_weight_waits(config, _weight_link(config, links), forward + work[0]),
         tensor=(3 if again else 2) * blocks,
     )
+
+
+def _weight_link(config: TrainConfig, links: dict[str, Link]) -> Link:
+    """Of the axes that cut the weights; of size 1 where none does."""
+    axes = weight_axes(config.model.embed_dim, config.mesh.sizes())
+    return joined(*(links[axis] for axis in axes)) if axes else links["data"]._replace(size=1)
 
 
 def _weight_waits(config: TrainConfig, link: Link, layer_seconds: float) -> float:
@@ -204,7 +211,7 @@ def _weight_waits(config: TrainConfig, link: Link, layer_seconds: float) -> floa
     Backward weights come again, and gradients leave in float32: all but the first and the last hide.
     """
     model, mesh = config.model, config.mesh
-    if link.size == 1 or model.embed_dim % link.size:
+    if link.size == 1:
         return 0.0
     width = _width(config)
     query = model.embed_dim * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim / mesh.tensor
@@ -225,12 +232,12 @@ def _head_cost(
     tokens = config.tokens_per_step / (mesh.data * mesh.sequence)
     table = model.vocab_size * model.embed_dim / (mesh.tensor * mesh.pipeline)
     once = 2 * model.mtp_depth * table * tokens / rate
-    link = joined(links["data"], links["sequence"])
-    if model.embed_dim % link.size:
-        whole = state_bytes(config).params  # gradients of whole weights are summed: scattered and gathered
-        return 3 * once, once, 2 * link.gather(whole)
-    moved = 2 * link.gather(_width(config) * table) + 2 * link.gather(4 * table)
-    return 3 * once, once, config.accumulate * moved
+    link, axes = _weight_link(config, links), weight_axes(model.embed_dim, mesh.sizes())
+    moved = 2 * link.gather(_width(config) * table) + 2 * link.gather(4 * table) if link.size > 1 else 0.0
+    whole = [links[axis] for axis in WEIGHT_AXES if axis not in axes]
+    # Over the other axes gradients are summed: scattered and gathered.
+    summed = 2 * joined(*whole).gather(state_bytes(config).params) if whole else 0.0
+    return 3 * once, once, config.accumulate * moved + summed
 
 
 def _pipeline_cost(config: TrainConfig, link: Link) -> float:
