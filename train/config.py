@@ -1,7 +1,6 @@
 """The configuration of a run: frozen dataclasses, every field documented where it is. `train.checks` checks them."""
 
 import dataclasses
-import difflib
 import json
 import math
 from typing import Annotated, Any, Literal
@@ -9,6 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from models.config import ModelConfig
+from models.fields import nearest as nearest
 from ring_jax.layouts import LAYOUTS
 
 type OptimizerName = Literal["adamw", "sgd"]
@@ -238,12 +238,6 @@ def differing_fields(saved: dict[str, Any], current: dict[str, Any], prefix: str
         elif old != new:
             lines.append(f"{prefix}{name}: {old} in the checkpoint, {new} in this run")
     return lines
-
-
-def nearest(name: str, choices: tuple[str, ...] | list[str]) -> str:
-    """`, did you mean 'x'?` for the closest choice, or the empty string."""
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def clamp_warmup(config: TrainConfig) -> TrainConfig:

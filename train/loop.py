@@ -46,11 +46,6 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
     Raises:
       ValueError: the run directory, the text or the checkpoint does not fit the configuration.
     """
-    if "://" in (config.run_dir or ""):
-        raise ValueError(
-            f"run_dir={config.run_dir!r} must be a folder of this machine; mount the store (gcsfuse, s3fs) and name "
-            "the folder where it is mounted"
-        )
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
     check_run_dir(run_dir, resume=config.resume)
     notes = []
