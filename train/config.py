@@ -121,7 +121,8 @@ class LossConfig:
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits."""
     mtp_weight: float = 0.3
-    """Weight of the mean loss of the tokens further ahead (model.mtp_depth)."""
+    """Weight of the losses of the tokens further ahead (model.mtp_depth), meaned over the depths; divided, as all of
+    the objective, by the number of next-token targets."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,8 @@ class TrainConfig:
     loss: LossConfig = LossConfig()
     """Terms of the loss."""
     num_microbatches: int = 1
-    """Pieces that each data shard's rows are cut into, so that the pipeline stages work at the same time."""
+    """Pieces that each data shard's rows are cut into, so that the pipeline stages work at the same time; without a
+    pipeline `accumulate` takes less memory."""
     repeats: int = 1
     """Times that a microbatch goes round the pipeline (circular schedule): a smaller bubble, more hops. 1: GPipe."""
     accumulate: int = 1

@@ -20,6 +20,7 @@ from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import batches, load_corpus, local_data_indices
 from train.evaluation import BATCHES_AHEAD, make_evaluate
 from train.finish import finish
+from train.notes import notes
 from train.prefetch import Prefetch
 from train.resume import (
     Progress,
@@ -48,19 +49,13 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
     """
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
     check_run_dir(run_dir, resume=config.resume)
-    notes = []
-    if clamp_warmup(config) != config:
-        notes.append(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than num_steps={config.num_steps}: "
-            f"clamped to {config.num_steps}"
-        )
-        config = clamp_warmup(config)
+    said, config = notes(config), clamp_warmup(config)
     corpus = load_corpus(config.data, say=functools.partial(print, flush=True))
     if config.resume:
         meta = checkpoint.read_newest_meta(run_dir)
         changes = checkpoint.check_compatible(meta, config, corpus.fingerprint)
-        notes += [f"changed since the checkpoint: {line}" for line in changes]
-    return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=notes)
+        said += [f"changed since the checkpoint: {line}" for line in changes]
+    return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=said)
 
 
 def train(run: Run, console: Console) -> int:
