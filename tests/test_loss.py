@@ -100,6 +100,28 @@ def test_the_vocabulary_may_be_cut_over_devices():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
+def test_a_target_outside_the_vocabulary_is_nan_on_every_device():
+    """A number would look like a loss, whichever part of the vocabulary its column would be behind."""
+    x, weight, targets = draw()
+    weight, spec = np.concatenate([weight, weight[:, :1]], 1), LossSpec(12, ("tensor", "pipeline"), chunk=4)
+    mesh, cut = make_mesh(tensor=2, pipeline=2), P(None, ("tensor", "pipeline"))
+    targets[[0, 5]] = 12, 2**31 - 1
+
+    def local(x, weight, targets):
+        first = (jax.lax.axis_index("tensor") * 2 + jax.lax.axis_index("pipeline")) * weight.shape[1]
+        loss, nll = cross_entropy(spec, x, weight, targets, first)
+        return loss.sum(), (loss, nll)
+
+    mapped = jax.shard_map(
+        jax.value_and_grad(local, has_aux=True), mesh=mesh, in_specs=(P(), cut, P()), out_specs=((P(), (P(), P())), P())
+    )
+    ((total, losses), dx) = jax.jit(mapped)(x, weight, targets)
+    assert np.isnan(total)
+    for values in (*losses, dx):
+        is_nan = np.isnan(values).reshape(13, -1)
+        assert is_nan[[0, 5]].all() and not np.delete(is_nan, [0, 5], 0).any()
+
+
 def test_no_array_holds_all_logits():
     """Compiled for 4,096 tokens and 32,768 words: the logits would have 512 MiB."""
     shapes = [
