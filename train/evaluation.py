@@ -59,6 +59,6 @@ def make_evaluate(
                 total, count = total + float(loss_sum), count + int(num_targets)
                 if by_position and curve is not None:
                     curve.add(*by_position)
-        return total / count if count else math.nan
+        return total / count if count > 0 else math.nan
 
     return evaluate
