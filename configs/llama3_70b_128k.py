@@ -1,7 +1,7 @@
 """Llama 3.1 70B on rows of 131,072 tokens.
 
 Hardware: 256 v5p chips (v5p-512) or 256 H200 in 32 hosts (mesh data 4, tensor 8, sequence 8).
-Estimated memory (from sizes, by `train.memory`, not measured): about 23.3 GB on each device, with weights and optimizer
+Estimated memory (from sizes, by `train.memory`, not measured): about 15.2 GB on each device, with weights and optimizer
 state cut over all four axes.
 Parameters: 70.6 billion. Tokens: 1,048,576 a step, 8 rows.
 Compiled for v5p:8x8x8 and for tpu7x:4x4x8, with other meshes: docs/rehearsals.md.
@@ -41,7 +41,7 @@ def config() -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=6e-5, min_learning_rate_ratio=0.1, warmup_steps=200),
         checkpoint=CheckpointConfig(every=100, keep=3),
         watch=WatchConfig(rollback=True),
-        num_microbatches=2,
+        accumulate=2,
         num_steps=4000,
         eval_every=200,
         eval_batches=8,

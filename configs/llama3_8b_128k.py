@@ -1,7 +1,7 @@
 """Llama 3.1 8B on rows of 131,072 tokens.
 
 Hardware: 64 v5p chips (v5p-128: mesh data 2, tensor 4, sequence 8), or 64 H200 in 8 hosts with the second command.
-Estimated memory (from sizes, by `train.memory`, not measured): about 17.2 GB on each chip, 17.2 GB with the
+Estimated memory (from sizes, by `train.memory`, not measured): about 7.5 GB on each chip, 7.5 GB with the
 second mesh, with weights and optimizer state cut over all four axes.
 Parameters: 8.03 billion. Tokens: 1,048,576 a step, 8 rows.
 
@@ -42,7 +42,7 @@ def config() -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=1e-4, min_learning_rate_ratio=0.1, warmup_steps=200),
         checkpoint=CheckpointConfig(every=200, keep=3),
         watch=WatchConfig(rollback=True),
-        num_microbatches=4,
+        accumulate=4,
         num_steps=4000,
         eval_every=200,
         eval_batches=8,

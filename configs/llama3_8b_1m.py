@@ -27,7 +27,7 @@ def config() -> TrainConfig:
         mesh=MeshConfig(tensor=4, sequence=32),
         data=DataConfig(seq_len=1_048_576, batch_size=1),
         optimizer=OptimizerConfig(learning_rate=2e-5, min_learning_rate_ratio=0.1, warmup_steps=50),
-        num_microbatches=1,
+        accumulate=1,
         num_steps=1000,
         eval_every=100,
         eval_batches=4,

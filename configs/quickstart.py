@@ -1,6 +1,7 @@
 """A byte-level transformer on Python's own sources, over three mesh axes at once: the first run of a new clone.
 
 Hardware: any CPU; the 8 devices of the mesh (tensor 2, pipeline 2, sequence 2) are simulated on its cores.
+Estimated memory (from sizes, by `train.memory`, not measured): about 0.04 GB for each of them.
 Expected on 2 cores: about 0.3 s a step, 3.5 minutes in all; held-out text at about 3.2 bits per byte, 0.3 below a
 bigram model.
 
@@ -33,7 +34,6 @@ def config() -> TrainConfig:
         data=DataConfig(seq_len=2048, batch_size=1, held_out_fraction=0.01),
         optimizer=OptimizerConfig(learning_rate=5e-3, min_learning_rate_ratio=0.02, warmup_steps=20),
         checkpoint=CheckpointConfig(every=200, keep=2),
-        num_microbatches=1,
         num_steps=640,
         eval_every=160,
     )

@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
-REMAT = ("none", "layer", "attention", "offload")
-STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
+from models.fields import is_count, wrong_types
+
+type Remat = Literal["none", "layer", "attention", "offload"]
+
+REMAT: tuple[str, ...] = get_args(Remat.__value__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,11 +85,16 @@ class ModelConfig:
     """Share of the attention probabilities that fall; in training only."""
     strategy: Literal["ring", "all_gather", "ulysses", "usp"] = "ring"
     """How the devices of the sequence axis share attention."""
-    remat: Literal["none", "layer", "attention", "offload"] = "layer"
+    remat: Remat = "layer"
     """What the backward pass finds: everything; the input of each layer, the rest is computed again; with the output
     and statistics of attention, so that the ring does not turn again; these in host memory."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matmuls; parameters, norms, softmax statistics and the loss are float32 always."""
+
+    @property
+    def pattern(self) -> int:
+        """Layers after which the windows begin again."""
+        return max(1, len(self.windows)) if isinstance(self.windows, tuple) else 1
 
     @property
     def drops(self) -> bool:
@@ -95,44 +103,43 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """Every rule that this configuration breaks on any mesh, as `value, rule; fix`."""
+        wrong = wrong_types(self, "model.")
+        found = [*wrong.values(), *self._size_problems()]
+        if not any(name.startswith("model.rope_scaling") for name in wrong):
+            found += self.rope_scaling.problems()
+        for name, least in (("mtp_depth", 1), ("mlp_chunk", 1), ("windows", 0)):
+            value = () if f"model.{name}" in wrong else getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and number < least:
+                    found.append(f"model.{name} holds {number}, which must be at least {least}")
+        for name in ("attention_soft_cap", "final_soft_cap"):
+            cap = None if f"model.{name}" in wrong else getattr(self, name)
+            if cap is not None and not 0 < cap < math.inf:
+                found.append(f"model.{name}={cap} must be greater than 0 and finite; None means no cap")
+        for name in ("dropout_rate", "attention_dropout_rate"):
+            if f"model.{name}" not in wrong and not 0 <= getattr(self, name) < 1:
+                found.append(f"model.{name}={getattr(self, name)} must be at least 0 and less than 1; 0 drops nothing")
+        return found
+
+    def _size_problems(self) -> list[str]:
+        """Of the sizes that are ints; each rule for itself, where its own sizes are counts."""
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
         found = [
-            f"model.{name}={getattr(self, name)} must be at least 1; set it to a positive number"
+            f"model.{name}={value} must be at least 1; set it to a positive number"
             for name in sizes
-            if getattr(self, name) < 1
+            if isinstance(value := getattr(self, name), int) and value < 1
         ]
-        if found:
-            return found
-        if self.num_heads % self.num_kv_heads:
+        if is_count(self.num_heads, self.num_kv_heads) and self.num_heads % self.num_kv_heads:
             fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             found.append(
                 f"model.num_heads={self.num_heads} must be a multiple of model.num_kv_heads={self.num_kv_heads}, so "
                 f"that every key/value head serves equally many query heads; choose num_kv_heads from {fits}"
             )
-        if self.head_dim % 2:
+        if is_count(self.head_dim) and self.head_dim % 2:
             found.append(f"model.head_dim={self.head_dim} must be even for rotary embeddings; use {self.head_dim + 1}")
-        if self.num_layers % max(1, len(self.windows)):
+        if is_count(self.num_layers) and self.num_layers % self.pattern:
             found.append(
-                f"model.num_layers={self.num_layers} must be a multiple of the {len(self.windows)} entries of "
+                f"model.num_layers={self.num_layers} must be a multiple of the {self.pattern} entries of "
                 f"model.windows, which the layers take in turn; use a pattern of another length"
-            )
-        least = {"windows": 0, "mtp_depth": 1, "mlp_chunk": 1}
-        for name, value in [("windows", w) for w in self.windows] + [(n, getattr(self, n)) for n in list(least)[1:]]:
-            if value is not None and value < least[name]:
-                found.append(f"model.{name} holds {value}, which must be at least {least[name]}")
-        found += self.rope_scaling.problems()
-        for name in ("attention_soft_cap", "final_soft_cap"):
-            cap = getattr(self, name)
-            if cap is not None and not 0 < cap < math.inf:
-                found.append(f"model.{name}={cap} must be greater than 0 and finite; None means no cap")
-        for name in ("dropout_rate", "attention_dropout_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(f"model.{name}={getattr(self, name)} must be at least 0 and less than 1; 0 drops nothing")
-        for name, known in (("remat", REMAT), ("strategy", STRATEGIES)):
-            if getattr(self, name) not in known:
-                found.append(f"model.{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            found.append(
-                f'model.compute_dtype={self.compute_dtype!r} must be "float32" or "bfloat16"; choose one of them'
             )
         return found

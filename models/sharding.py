@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
+from models.fields import is_count
 from ring_jax import manual
 
 type MeshAxes = str | tuple[str, ...] | None
@@ -168,8 +169,6 @@ def check_divisibility(config: ModelConfig, mesh_shape: Mapping[str, int]) -> li
       mesh_shape: mesh axis name to size (`mesh.shape`); an axis that is missing counts as 1.
     """
     found = config.problems()
-    if found:
-        return found
     cuts = (
         ("num_heads", "heads", "query heads"),
         ("num_kv_heads", "kv_heads", "key/value heads"),
@@ -181,18 +180,18 @@ def check_divisibility(config: ModelConfig, mesh_shape: Mapping[str, int]) -> li
         axes, value = getattr(RULES, rule), getattr(config, field)
         axes = (axes,) if isinstance(axes, str) else axes
         size = math.prod(mesh_shape.get(axis, 1) for axis in axes)
-        if value % size:
+        if is_count(value) and value % size:
             fits = max(n for n in range(1, size) if value % n == 0)
             named = " x ".join(f"mesh.{axis}" for axis in axes)
             found.append(
                 f"model.{field}={value} must be divisible by {named}={size}, because the {' and '.join(axes)} axis "
                 f"shares out the {things}; use {named}={fits} or model.{field}={-(-value // size) * size}"
             )
-    pattern, stages = len(config.windows), mesh_shape.get(RULES.layers, 1)
-    if pattern and config.num_layers % stages == 0 and (config.num_layers // stages) % pattern:
+    layers, pattern, stages = config.num_layers, config.pattern, mesh_shape.get(RULES.layers, 1)
+    if is_count(layers) and not layers % stages and not layers % pattern and layers // stages % pattern:
         found.append(
-            f"model.windows has {pattern} entries, which must divide the {config.num_layers // stages} layers of a "
-            f"pipeline stage; use mesh.pipeline={config.num_layers // pattern} or fewer, or another pattern"
+            f"model.windows has {pattern} entries, which must divide the {layers // stages} layers of a "
+            f"pipeline stage; use mesh.pipeline={layers // pattern} or fewer, or another pattern"
         )
     return found
 

@@ -46,13 +46,12 @@ CASES = (
         name="70b-128k-v5p",
         title="Llama 3.1 70B, rows of 131,072 tokens, 512 v5p chips",
         words="configs/llama3_70b_128k.py --topology v5p:8x8x8 --mesh.data 8 --mesh.tensor 4 --mesh.sequence 16 "
-        "--num-microbatches 1",
+        "--accumulate 1",
     ),
     Case(
         name="70b-128k-tpu7x",
         title="Llama 3.1 70B, rows of 131,072 tokens, 128 chips of tpu7x",
-        words="configs/llama3_70b_128k.py --topology tpu7x:4x4x8 --mesh.tensor 4 --mesh.sequence 16 "
-        "--num-microbatches 1",
+        words="configs/llama3_70b_128k.py --topology tpu7x:4x4x8 --mesh.tensor 4 --mesh.sequence 16 --accumulate 1",
     ),
     Case(
         name="70b-1m-v5e",

@@ -73,6 +73,15 @@ def test_a_configuration_file_that_is_none(capsys, tmp_path, source, part):
     assert part in refused(capsys, "run", tmp_path / "mine.py")
 
 
+@pytest.mark.parametrize("command", [["run"], ["prepare"], ["plan"], ["rehearse"]], ids=" ".join)
+def test_values_of_other_types_in_a_configuration_file_are_listed(capsys, tmp_path, command):
+    changes = "{'mesh': None, 'eval_every': None, 'num_steps': '6'}"
+    (tmp_path / "mine.py").write_text(f"import tiny_run\n\ndef config():\n    return tiny_run.config(**{changes})")
+    message = refused(capsys, *command, tmp_path / "mine.py")
+    for part in ("3 problems", "mesh=None must be a MeshConfig", "eval_every=None must be an int", "write 6"):
+        assert part in message
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import P
 
+from models.collectives import gather_tokens
 from ring_jax import make_mesh
 from train.cross_entropy import LossSpec, cross_entropy
 from train.flops import pipeline_bubble
@@ -100,6 +101,28 @@ def test_the_vocabulary_may_be_cut_over_devices():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
+def test_a_target_outside_the_vocabulary_is_nan_on_every_device():
+    """A number would look like a loss, whichever part of the vocabulary its column would be behind."""
+    x, weight, targets = draw()
+    weight, spec = np.concatenate([weight, weight[:, :1]], 1), LossSpec(12, ("tensor", "pipeline"), chunk=4)
+    mesh, cut = make_mesh(tensor=2, pipeline=2), P(None, ("tensor", "pipeline"))
+    targets[[0, 5]] = 12, 2**31 - 1
+
+    def local(x, weight, targets):
+        first = (jax.lax.axis_index("tensor") * 2 + jax.lax.axis_index("pipeline")) * weight.shape[1]
+        loss, nll = cross_entropy(spec, x, weight, targets, first)
+        return loss.sum(), (loss, nll)
+
+    mapped = jax.shard_map(
+        jax.value_and_grad(local, has_aux=True), mesh=mesh, in_specs=(P(), cut, P()), out_specs=((P(), (P(), P())), P())
+    )
+    ((total, losses), dx) = jax.jit(mapped)(x, weight, targets)
+    assert np.isnan(total)
+    for values in (*losses, dx):
+        is_nan = np.isnan(values).reshape(13, -1)
+        assert is_nan[[0, 5]].all() and not np.delete(is_nan, [0, 5], 0).any()
+
+
 def test_no_array_holds_all_logits():
     """Compiled for 4,096 tokens and 32,768 words: the logits would have 512 MiB."""
     shapes = [
@@ -141,6 +164,30 @@ def test_bfloat16_operands_and_float32_sums():
     for a, b in zip(grads, want, strict=True):
         # Rounding of the result alone is 2^-9 of each entry.
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=2**-8 * np.abs(b).max())
+
+
+def test_a_cut_vocabulary_rounds_the_gradient_of_the_activations_little_more():
+    """Parts are rounded to bfloat16 before their sum over devices: half as much again, however many they are."""
+    rng, v, d, n = np.random.default_rng(0), 512, 64, 64
+    x, weight = (jnp.asarray(rng.normal(size=s) * c, jnp.bfloat16) for s, c in (((1, n, d), 1.0), ((d, v), 0.3)))
+    targets = jnp.asarray(rng.integers(0, v, n), jnp.int32)
+    wide = [np.asarray(a.astype(jnp.float32), np.float64) for a in (x[0], weight)]
+    with jax.enable_x64(True):
+        true = np.asarray(jax.grad(lambda x: dense(LossSpec(v), x, wide[1], targets)[0])(wide[0]))
+
+    def error(tensor: int, pipeline: int) -> float:
+        mesh, axes = make_mesh(tensor=tensor, pipeline=pipeline), ("tensor", "pipeline")
+
+        def local(x, weight, targets):
+            first = (jax.lax.axis_index("tensor") * pipeline + jax.lax.axis_index("pipeline")) * weight.shape[1]
+            x = gather_tokens(x).reshape(n, d)
+            return cross_entropy(LossSpec(v, axes, chunk=32), x, weight, targets, first)[0].sum()
+
+        specs = P(None, "tensor"), P(None, axes), P()
+        dx = jax.jit(jax.shard_map(jax.grad(local), mesh=mesh, in_specs=specs, out_specs=specs[0]))(x, weight, targets)
+        return float(np.sqrt(np.mean((np.asarray(dx.astype(jnp.float32))[0] - true) ** 2) / np.mean(true**2)))
+
+    assert error(4, 2) < 1.75 * error(1, 1) < 1.75 * 2**-8
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(2, 1), (4, 1), (4, 2), (2, 3)])

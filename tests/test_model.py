@@ -338,7 +338,8 @@ def test_sizes_that_make_no_model(changes, text):
 def test_unknown_compute_type():
     config = dataclasses.replace(CONFIG)
     object.__setattr__(config, "compute_dtype", "float16")  # the constructor checks it in the tests already
-    assert config.problems() == ['model.compute_dtype=\'float16\' must be "float32" or "bfloat16"; choose one of them']
+    (problem,) = config.problems()
+    assert problem == "model.compute_dtype='float16' must be one of float32, bfloat16; did you mean 'bfloat16'?"
 
 
 def test_rules_name_the_axes_of_the_mesh():

@@ -105,7 +105,7 @@ def test_full_rows_count_every_pair():
 
 
 def test_more_devices_take_less_time_and_memory():
-    config = dataclasses.replace(read(LLAMA_128K), num_microbatches=1)
+    config = dataclasses.replace(read(LLAMA_128K), accumulate=1)
     few, many = (dataclasses.replace(config, mesh=MeshConfig(data=data, sequence=8)) for data in (2, 8))
     seconds = [predict_step(x, parse_topology(f"v5p:2x{n}x4")).total for x, n in ((few, 2), (many, 8))]
     assert seconds[1] < 0.3 * seconds[0]
@@ -197,7 +197,7 @@ def test_short_rows_do_not(capsys):
 
 def test_a_slow_link_is_named(capsys):
     """Sequence 16 on hosts of 8: the ring crosses hosts, and the plan says what it pays."""
-    code, text = run(capsys, LLAMA_128K, "--topology", "h100x8x8", "--data.batch-size", "1", "--num-microbatches", "1")
+    code, text = run(capsys, LLAMA_128K, "--topology", "h100x8x8", "--data.batch-size", "1", "--accumulate", "1")
     assert code == 0
     assert "The sequence axis is slow: " in text and "a hop goes at 50.0 GB/s, not at 370" in text
     assert "Decoding one sequence does not pay on the ring" in text

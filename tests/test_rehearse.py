@@ -234,7 +234,8 @@ def test_other_errors_are_no_refusals():
 
 
 def large(*flags):
-    return cli._read_config(LARGE, ["--data.batch-size", "16", "--model.remat", "none", *flags])
+    pieces = ["--num-microbatches", "2", "--accumulate", "1"]
+    return cli._read_config(LARGE, ["--data.batch-size", "16", "--model.remat", "none", *pieces, *flags])
 
 
 def test_advice_is_valid_ordered_and_enough():
@@ -248,6 +249,7 @@ def test_advice_is_valid_ordered_and_enough():
     named = [line.split(":")[0].strip() for line in lines]
     assert named[0] == "--model.remat layer", "most effective where everything is kept"
     assert {"--accumulate 2", "--mesh.sequence 16 --mesh.data 2 --accumulate 2", "--model.mlp-chunk 4096"} <= set(named)
+    assert "--num-microbatches 1 --accumulate 2" in named, "one stage need not have them in flight together"
     for flags, size in zip(named, sizes, strict=True):
         other = large(*shlex.split(flags))
         rehearse.check(other, pod)

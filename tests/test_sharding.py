@@ -146,5 +146,8 @@ def test_all_problems_are_listed_at_once():
     assert check_divisibility(CONFIG, {"data": 7, "tensor": 2, "pipeline": 4, "sequence": 9}) == []
     assert check_divisibility(CONFIG, {}) == []
     uneven = dataclasses.replace(CONFIG, num_heads=5, head_dim=3)
-    assert check_divisibility(uneven, {"tensor": 2}) == uneven.problems()
-    assert len(uneven.problems()) == 2
+    own, found = uneven.problems(), check_divisibility(uneven, {"tensor": 7, "pipeline": 8})
+    assert len(own) == 2 and found[:2] == own, "its own first, then those of the mesh"
+    assert [problem.split("=")[0] for problem in found[2:]] == [
+        f"model.{name}" for name in ("num_heads", "num_kv_heads", "mlp_dim", "num_layers", "vocab_size")
+    ]

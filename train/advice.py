@@ -129,6 +129,8 @@ def _changes(config: TrainConfig) -> list[tuple[Change, str]]:
             found.append((changed, "the same devices, cut otherwise"))
             if less == "data":  # twice the rows on each, of which half at a time
                 found.append((changed | {"accumulate": 2 * config.accumulate}, "longer rings, rows one after another"))
+    if config.num_microbatches > 1 and config.mesh.pipeline == 1:  # one stage: they need not be in flight together
+        found.append(({"num_microbatches": 1, "accumulate": pieces}, "rows one after another, the same step"))
     if config.model.mlp_chunk is None:
         found.append(({"model.mlp_chunk": 4096}, "the MLP's hidden layer in pieces"))
     if config.loss.chunk > 256:

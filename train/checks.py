@@ -7,50 +7,76 @@ the fix.
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+from models.config import ModelConfig
+from models.fields import is_count, nearest, wrong_types
 from models.sharding import check_divisibility
 from ring_jax.layouts import LAYOUTS, required_multiple
 from train import profiling
 from train.config import (
     MESH_AXES,
-    ClusterKind,
+    CheckpointConfig,
     DataConfig,
-    LongDocuments,
+    DistributedConfig,
+    LossConfig,
     MeshConfig,
-    OnError,
-    OptimizerName,
-    Platform,
+    OptimizerConfig,
+    SourceConfig,
     TrainConfig,
-    nearest,
+    WatchConfig,
 )
+from train.distributed import find_cluster
 from train.tokenizer import load_tokenizer, size_problem
 
 
-def validate(config: TrainConfig, num_devices: int, *, device_kind: str = "") -> None:
+def validate(
+    config: TrainConfig, num_devices: int | None, *, device_kind: str = "", environment: Mapping[str, str] | None = None
+) -> None:
     """Check the fields against each other and against the devices.
 
     Args:
       config: the resolved configuration.
-      num_devices: devices that there are; the mesh must use all of them.
+      num_devices: devices that there are; the mesh must use all of them. None: not known yet.
       device_kind: their name, for the message.
+      environment: that of a process about to join its job; None: no job is joined.
 
     Raises:
       ValueError: lists every problem, each with its value, its rule and the fix.
     """
+    wrong = wrong_types(config)
+    if not all(isinstance(getattr(config, name), cls) for name, cls in _SECTIONS.items()):
+        raise _refusal(list(wrong.values()))  # no section, no fields to check
     problems = [
-        *_check_numbers(config),
-        *_check_names(config),
+        *(problem for name, problem in wrong.items() if not name.startswith("model.")),  # those: `_check_model`
+        *_check_numbers(config, wrong),
+        *_check_layout(config, wrong),
         *_check_mesh(config.mesh, num_devices, device_kind),
         *_check_rows(config),
-        *_check_sources(config.data),
-        *_check_model(config),
-        *profiling.problems(config.watch.profile, config.num_steps),
+        *_check_sources(config.data, wrong),
+        *_check_model(config, wrong),
+        *_check_run(config, wrong, environment),
     ]
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ValueError("\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]))
+        raise _refusal(problems)
+
+
+def _refusal(problems: list[str]) -> ValueError:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ValueError("\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]))
+
+
+_SECTIONS = {
+    "model": ModelConfig,
+    "mesh": MeshConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+    "watch": WatchConfig,
+    "distributed": DistributedConfig,
+    "loss": LossConfig,
+}
 
 
 # Name of a field -> (rule in words, the rule, a value that keeps it). Numbers of the model: `ModelConfig.problems`.
@@ -95,38 +121,27 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 }
 
 
-def _check_numbers(config: TrainConfig) -> list[str]:
+def _check_numbers(config: TrainConfig, wrong: Collection[str]) -> list[str]:
     """Every number on its own."""
     problems = []
     for name, (rule, holds, example) in _NUMBERS.items():
         value = operator.attrgetter(name)(config)
-        if not holds(value):
+        if name not in wrong and not holds(value):
             flag = name.removeprefix("watch.").replace("_", "-")
             problems.append(f"{name}={value} must be {rule}; for example --{flag} {example}")
     return problems
 
 
-def _check_names(config: TrainConfig) -> list[str]:
-    """Names out of a fixed list: the command line checks its own, a config file arrives here."""
-    choices = {
-        "layout": LAYOUTS,
-        "optimizer.name": get_args(OptimizerName.__value__),
-        "platform": get_args(Platform.__value__),
-        "data.long_documents": get_args(LongDocuments.__value__),
-        "data.on_error": get_args(OnError.__value__),
-        "distributed.cluster": get_args(ClusterKind.__value__),
-    }
-    problems = []
-    for name, known in choices.items():
-        value = operator.attrgetter(name)(config)
-        if value not in known:
-            problems.append(f"{name}={value!r} must be one of {', '.join(known)}{nearest(str(value), known)}")
-    return problems
+def _check_layout(config: TrainConfig, wrong: Collection[str]) -> list[str]:
+    """Its name: the other names are out of lists that are part of their types."""
+    if "layout" in wrong or config.layout in LAYOUTS:
+        return []
+    return [f"layout={config.layout!r} must be one of {', '.join(LAYOUTS)}{nearest(config.layout, LAYOUTS)}"]
 
 
-def _check_mesh(mesh: MeshConfig, num_devices: int, device_kind: str) -> list[str]:
+def _check_mesh(mesh: MeshConfig, num_devices: int | None, device_kind: str) -> list[str]:
     """The mesh uses every device."""
-    if min(mesh.sizes().values()) < 1 or mesh.num_devices == num_devices:
+    if num_devices is None or not is_count(*mesh.sizes().values()) or mesh.num_devices == num_devices:
         return []
     kind = f" ({device_kind})" if device_kind else ""
     return [
@@ -141,22 +156,22 @@ def _check_rows(config: TrainConfig) -> list[str]:
     problems = []
     rows, data, pieces = config.data.batch_size, config.mesh.data, config.num_microbatches
     accumulate, tensor = config.accumulate, config.mesh.tensor
-    if min(rows, data, pieces, accumulate) >= 1 and rows % (data * pieces * accumulate):
+    if is_count(rows, data, pieces, accumulate) and rows % (data * pieces * accumulate):
         more = f" x accumulate={accumulate}" if accumulate > 1 else ""
         problems.append(
             f"data.batch_size={rows} must be divisible by mesh.data={data} x num_microbatches={pieces}{more}; "
-            f"use --data.batch-size {_round_up(rows, data * pieces * accumulate)}"
+            f"use --data.batch-size {_round_up(rows, data * pieces * accumulate)}{_longer_rings(config)}"
         )
     seq_len, sequence = config.data.seq_len, config.mesh.sequence
-    if min(seq_len, sequence) >= 1 and config.layout in LAYOUTS:
+    if is_count(seq_len, sequence) and config.layout in LAYOUTS:
         multiple = required_multiple(config.layout, sequence)
+        every = math.lcm(multiple, sequence * tensor) if is_count(tensor) else multiple
         if seq_len % multiple:
             problems.append(
                 f"data.seq_len={seq_len} must be divisible by {multiple} (layout {config.layout!r} with "
-                f"mesh.sequence={sequence}); use --data.seq-len {_round_up(seq_len, multiple)}"
+                f"mesh.sequence={sequence}); use --data.seq-len {_round_up(seq_len, every)}"
             )
-        elif tensor >= 1 and (seq_len // sequence) % tensor:
-            every = math.lcm(multiple, sequence * tensor)
+        elif seq_len % every:
             problems.append(
                 f"data.seq_len={seq_len} must be divisible by mesh.sequence={sequence} x mesh.tensor={tensor}, because "
                 f"tensor shards share the tokens between blocks; use --data.seq-len {_round_up(seq_len, every)}"
@@ -164,10 +179,23 @@ def _check_rows(config: TrainConfig) -> list[str]:
     return problems + _check_repeats(config)
 
 
+def _longer_rings(config: TrainConfig) -> str:
+    """A mesh of as many devices whose data axis these rows can be cut over, if it suits the rest; or nothing."""
+    mesh, rows, pieces = config.mesh, config.data.batch_size, config.num_microbatches * config.accumulate
+    if rows % pieces or not is_count(mesh.sequence, mesh.tensor, config.data.seq_len) or config.layout not in LAYOUTS:
+        return ""
+    data = math.gcd(mesh.data, rows // pieces)
+    sequence = mesh.sequence * mesh.data // data
+    every = math.lcm(required_multiple(config.layout, sequence), sequence * mesh.tensor)
+    if config.data.seq_len % every or _ulysses_problem(config, sequence):
+        return ""
+    return f", or --mesh.data {data} --mesh.sequence {sequence}, which cuts rows over more devices instead"
+
+
 def _check_repeats(config: TrainConfig) -> list[str]:
     """The circular schedule: layers in equal groups, microbatches in groups of as many as there are stages."""
     stages, repeats, layers = config.mesh.pipeline, config.repeats, config.model.num_layers
-    if min(stages, repeats, layers, config.num_microbatches) < 1 or repeats == 1:
+    if not is_count(stages, repeats, layers, config.num_microbatches) or repeats == 1:
         return []
     problems = []
     if stages == 1:
@@ -178,9 +206,9 @@ def _check_repeats(config: TrainConfig) -> list[str]:
             f"model.num_layers={layers} must be divisible by mesh.pipeline={stages} x repeats={repeats}; use "
             f"--repeats {fits}, or --model.num-layers {_round_up(layers, stages * repeats)}"
         )
-    elif (layers // (stages * repeats)) % max(1, len(config.model.windows)):
+    elif (layers // (stages * repeats)) % config.model.pattern:
         problems.append(
-            f"model.windows has {len(config.model.windows)} entries, which must divide the "
+            f"model.windows has {config.model.pattern} entries, which must divide the "
             f"{layers // (stages * repeats)} layers of a group; use fewer repeats"
         )
     if stages > 1 and config.num_microbatches % stages:
@@ -191,15 +219,18 @@ def _check_repeats(config: TrainConfig) -> list[str]:
     return problems
 
 
-def _check_sources(data: DataConfig) -> list[str]:
+def _check_sources(data: DataConfig, wrong: Collection[str]) -> list[str]:
     """Sources, where there are several."""
     problems = []
-    if data.sources and data.path is not None:
+    sources = data.sources if isinstance(data.sources, tuple) else ()
+    if sources and data.path is not None:
         problems.append(
-            f"data.path={data.path!r} must be left out where data.sources names {len(data.sources)} sources; add it to "
+            f"data.path={data.path!r} must be left out where data.sources names {len(sources)} sources; add it to "
             "them, or take them out"
         )
-    for index, source in enumerate(data.sources):
+    for index, source in enumerate(sources):
+        if not isinstance(source, SourceConfig) or f"data.sources.{index}.weight" in wrong:
+            continue
         if not 0 < source.weight < math.inf:
             problems.append(
                 f"data.sources.{index}.weight={source.weight} must be greater than 0 and finite; take the source "
@@ -208,23 +239,48 @@ def _check_sources(data: DataConfig) -> list[str]:
     return problems
 
 
-def _check_model(config: TrainConfig) -> list[str]:
+def _check_model(config: TrainConfig, wrong: Collection[str]) -> list[str]:
     """The model's own sizes; heads, MLP columns and layers over the tensor and pipeline axes; every token has an id."""
-    sizes = config.mesh.sizes()
-    problems = check_divisibility(config.model, sizes if min(sizes.values()) >= 1 else {})
-    heads, tensor, sequence = config.model.num_heads, config.mesh.tensor, config.mesh.sequence
-    if config.model.strategy == "ulysses" and min(heads, tensor, sequence) >= 1 and (heads // tensor) % sequence:
-        problems.append(
-            f"model.strategy='ulysses' exchanges heads for sequence, so the {heads // tensor} query heads of a tensor "
-            f"shard must be divisible by mesh.sequence={sequence}; use --model.strategy usp or ring"
-        )
-    if config.model.vocab_size >= 1:
+    model, data = config.model, config.data
+    problems = check_divisibility(model, {axis: n for axis, n in config.mesh.sizes().items() if is_count(n)})
+    if problem := _ulysses_problem(config, config.mesh.sequence):
+        problems.append(problem)
+    if is_count(model.vocab_size) and not {"data.tokenizer", "data.end_token"} & set(wrong):
         try:
-            size = load_tokenizer(config.data.tokenizer, config.data.end_token).size
+            size = load_tokenizer(data.tokenizer, data.end_token).size
         except ValueError as error:
             return [*problems, str(error)]
-        if problem := size_problem(config.data.tokenizer, size, config.model.vocab_size):
+        if problem := size_problem(data.tokenizer, size, model.vocab_size):
             problems.append(problem)
+    return problems
+
+
+def _ulysses_problem(config: TrainConfig, sequence: int) -> str | None:
+    """Why Ulysses cannot exchange heads for the tokens of so many devices."""
+    heads, tensor = config.model.num_heads, config.mesh.tensor
+    if config.model.strategy != "ulysses" or not is_count(heads, tensor, sequence) or not (heads // tensor) % sequence:
+        return None
+    return (
+        f"model.strategy='ulysses' exchanges heads for sequence, so the {heads // tensor} query heads of a tensor "
+        f"shard must be divisible by mesh.sequence={sequence}; use --model.strategy usp or ring"
+    )
+
+
+def _check_run(config: TrainConfig, wrong: Collection[str], environment: Mapping[str, str] | None) -> list[str]:
+    """Where the run is written, which steps are traced, and how its processes find each other."""
+    problems = []
+    if "run_dir" not in wrong and "://" in (config.run_dir or ""):
+        problems.append(
+            f"run_dir={config.run_dir!r} must be a folder of this machine; mount the store (gcsfuse, s3fs) and name "
+            "the folder where it is mounted"
+        )
+    if "watch.profile" not in wrong and is_count(config.num_steps):
+        problems += profiling.problems(config.watch.profile, config.num_steps)
+    if environment is not None and not any(name.startswith("distributed.") for name in wrong):
+        try:
+            find_cluster(config.distributed, environment)
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 

@@ -12,10 +12,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import tyro
 from rich.console import Console
 
+from models.fields import wrong_types
 from train import distributed, platform
 from train.checks import validate
 from train.config import DataConfig, TrainConfig, nearest
@@ -125,6 +127,8 @@ def _read_file(path: str) -> TrainConfig:
     if not isinstance(default, TrainConfig):
         found = f"its config() returns {type(default).__name__}" if callable(function) else "it has none"
         raise UsageError(f"{path} must define config() -> TrainConfig, but {found}; see configs/quickstart.py")
+    if wrong_types(default):
+        _check(default, None)  # tyro would guess
     if default.run_dir is None:
         default = dataclasses.replace(default, run_dir=f"runs/{file.stem}")
     return default
@@ -132,7 +136,7 @@ def _read_file(path: str) -> TrainConfig:
 
 def _prepare(config: TrainConfig) -> int:
     """Tokenise the data of a run into its cache, without any device."""
-    _check(config, config.mesh.num_devices)
+    _check(config, None)
     from train.data import load_corpus
 
     try:
@@ -221,11 +225,9 @@ def _say(line: str) -> None:
 
 def _run(config: TrainConfig, *, resume_command: str) -> int:
     """Check everything, then train."""
-    _check(config, config.mesh.num_devices)  # what needs no device comes first, so nothing is started in vain
-    try:
-        cluster = distributed.find_cluster(config.distributed, os.environ)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    # What needs no device comes first, so nothing is started in vain.
+    _check(config, None, environment=os.environ)
+    cluster = distributed.find_cluster(config.distributed, os.environ)
     with distributed.joined(cluster, config.distributed, platform=config.platform, exit_code=_exit_code):
         return _run_process(config, resume_command=resume_command)
 
@@ -255,9 +257,9 @@ def _run_process(config: TrainConfig, *, resume_command: str) -> int:
         raise UsageError(str(error)) from None
 
 
-def _check(config: TrainConfig, num_devices: int, *, device_kind: str = "") -> None:
+def _check(config: TrainConfig, num_devices: int | None, **known: Any) -> None:
     try:
-        validate(config, num_devices, device_kind=device_kind)
+        validate(config, num_devices, **known)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

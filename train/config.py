@@ -1,7 +1,6 @@
 """The configuration of a run: frozen dataclasses, every field documented where it is. `train.checks` checks them."""
 
 import dataclasses
-import difflib
 import json
 import math
 from typing import Annotated, Any, Literal
@@ -9,6 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from models.config import ModelConfig
+from models.fields import nearest as nearest
 from ring_jax.layouts import LAYOUTS
 
 type OptimizerName = Literal["adamw", "sgd"]
@@ -122,7 +122,8 @@ class LossConfig:
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits."""
     mtp_weight: float = 0.3
-    """Weight of the mean loss of the tokens further ahead (model.mtp_depth)."""
+    """Weight of the losses of the tokens further ahead (model.mtp_depth), meaned over the depths; divided, as all of
+    the objective, by the number of next-token targets."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +199,8 @@ class TrainConfig:
     loss: LossConfig = LossConfig()
     """Terms of the loss."""
     num_microbatches: int = 1
-    """Pieces that each data shard's rows are cut into, so that the pipeline stages work at the same time."""
+    """Pieces that each data shard's rows are cut into, so that the pipeline stages work at the same time; without a
+    pipeline `accumulate` takes less memory."""
     repeats: int = 1
     """Times that a microbatch goes round the pipeline (circular schedule): a smaller bubble, more hops. 1: GPipe."""
     accumulate: int = 1
@@ -239,12 +241,6 @@ def differing_fields(saved: dict[str, Any], current: dict[str, Any], prefix: str
         elif old != new:
             lines.append(f"{prefix}{name}: {old} in the checkpoint, {new} in this run")
     return lines
-
-
-def nearest(name: str, choices: tuple[str, ...] | list[str]) -> str:
-    """`, did you mean 'x'?` for the closest choice, or the empty string."""
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def clamp_warmup(config: TrainConfig) -> TrainConfig:

@@ -7,7 +7,8 @@ Each device holds some columns of W and all tokens of its sequence shard; a chun
 (the maximum; the sums). The backward pass forms the logits of each chunk again from x, W and the lse that was kept.
 
 Invariant: a position without a target (negative) adds exactly nothing to the loss or to any gradient, even if its
-activations are NaN.
+activations are NaN. A target outside the vocabulary makes its loss NaN, and all that it reaches: a number would look
+like any other loss.
 """
 
 import functools
@@ -70,7 +71,8 @@ def _forward(spec: LossSpec, x: Array, weight: Array, targets: Array, first: Arr
         top = lax.pmax(top, spec.axes) if spec.axes else top
         own = jnp.where(_hits(first, targets, logits), logits, 0).sum(-1)
         sums = psum(jnp.stack([jnp.exp(logits - top[:, None]).sum(-1), own, logits.sum(-1)]), *spec.axes)
-        lse = top + jnp.log(sums[0])
+        # No device holds the column of a target outside the vocabulary: NaN here makes its loss and its gradients NaN.
+        lse = jnp.where(targets < spec.vocab_size, top + jnp.log(sums[0]), jnp.nan)
         smooth = spec.label_smoothing
         loss = lse - (1 - smooth) * sums[1] - smooth * sums[2] / spec.vocab_size + spec.z_loss * jnp.square(lse)
         valid = targets >= 0
@@ -128,7 +130,7 @@ def cross_entropy(
       spec: how the loss is made.
       x: activations [n, D] of this device's tokens, after the final norm.
       weight: this device's columns [D, v] of the output head, in the type of ``x``.
-      targets: [n] int32; a negative one is ignored.
+      targets: [n] int32; a negative one is ignored, one of ``spec.vocab_size`` or more gives NaN.
       first: token id of the first column.
 
     Returns:

@@ -4,7 +4,7 @@ What always holds: a process reads the rows of its indices of the data axis only
 are global, so that every process gets the same loss.
 """
 
-import itertools
+import math
 from collections.abc import Callable
 
 from jax.sharding import Mesh
@@ -26,6 +26,8 @@ def make_evaluate(
 ) -> Callable[[TrainState, int | None], float | None]:
     """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between.
 
+    Where these batches hold no target at all, the next are read until one does; without any the loss is NaN.
+
     An eval step may return, after its loss and count, the global sums and counts of `loss_by_position`: these go into
     `curve`, which then holds the last evaluation.
     """
@@ -44,7 +46,11 @@ def make_evaluate(
         if curve is not None:
             curve.clear()
         with Prefetch(iter(held_out), num_batches=BATCHES_AHEAD) as ahead:
-            for batch in itertools.islice(ahead, num_batches):
+            done = 0
+            while num_batches is None or done < num_batches or not count:
+                batch, done = next(ahead, None), done + 1
+                if batch is None:
+                    break
                 if stop.requested:
                     return None
                 distributed.at("evaluation", int(state.step))
@@ -53,6 +59,6 @@ def make_evaluate(
                 total, count = total + float(loss_sum), count + int(num_targets)
                 if by_position and curve is not None:
                     curve.add(*by_position)
-        return total / count
+        return total / count if count > 0 else math.nan
 
     return evaluate

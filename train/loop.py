@@ -21,6 +21,7 @@ from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import batches, load_corpus, local_data_indices
 from train.evaluation import BATCHES_AHEAD, make_evaluate
 from train.finish import finish
+from train.notes import notes
 from train.prefetch import Prefetch
 from train.resume import (
     Progress,
@@ -47,27 +48,16 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
     Raises:
       ValueError: the run directory, the text or the checkpoint does not fit the configuration.
     """
-    if "://" in (config.run_dir or ""):
-        raise ValueError(
-            f"run_dir={config.run_dir!r} must be a folder of this machine; mount the store (gcsfuse, s3fs) and name "
-            "the folder where it is mounted"
-        )
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
     check_run_dir(run_dir, resume=config.resume)
-    notes = []
-    if clamp_warmup(config) != config:
-        notes.append(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than num_steps={config.num_steps}: "
-            f"clamped to {config.num_steps}"
-        )
-        config = clamp_warmup(config)
-    notes += weight_notes(config.model, config.mesh.sizes())
+    said = [*notes(config), *weight_notes(config.model, config.mesh.sizes())]
+    config = clamp_warmup(config)
     corpus = load_corpus(config.data, say=functools.partial(print, flush=True))
     if config.resume:
         meta = checkpoint.read_newest_meta(run_dir)
         changes = checkpoint.check_compatible(meta, config, corpus.fingerprint)
-        notes += [f"changed since the checkpoint: {line}" for line in changes]
-    return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=notes)
+        said += [f"changed since the checkpoint: {line}" for line in changes]
+    return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=said)
 
 
 def train(run: Run, console: Console) -> int:

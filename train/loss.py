@@ -122,7 +122,7 @@ def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:
     loss, nll = token_losses(model, x, batch["targets"], config)
     objective = loss.sum()
     depth = config.model.mtp_depth
-    for ahead in range(2, depth + 1):
+    for ahead in range(2, depth + 1):  # its D x D block runs on every stage: to send its result would take as long
         further, _ = token_losses(model, model.ahead(x, ahead), batch[targets_name(ahead)], config)
         objective += config.loss.mtp_weight / (depth - 1) * further.sum()
     count = jnp.sum(batch["targets"] >= 0, dtype=jnp.int32)
