@@ -218,11 +218,16 @@ def test_too_many_in_a_row_end_the_run_with_the_batch_saved(text, tmp_path):
     run_dir = tmp_path / "run"
     assert kinds(run_dir) == [("not_finite", 7)]
     assert [row["step"] for row in read_rows(run_dir)] == list(range(1, 8))
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2", "4", "6"]
-    with np.load(run_dir / "bad_batch_step_7.npz") as saved:
-        assert float(np.float32(loss_of(saved["tokens"]))) == run_losses(run_config, 7)[-1]
-        assert saved.keys() == {"tokens", "targets", "positions", "segment_ids"}
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
+    assert len(list(run_dir.glob("bad_batch_step_*.npz"))) == 3
+    for step in (5, 6, 7):
+        with np.load(run_dir / f"bad_batch_step_{step}.npz") as saved:
+            assert float(np.float32(loss_of(saved["tokens"]))) == run_losses(run_config, step)[-1]
+            assert saved.keys() == {"tokens", "targets", "positions", "segment_ids"}
     assert json.loads((run_dir / "heartbeat.json").read_text())["phase"] == "failed: FloatingPointError"
+    assert run(dataclasses.replace(run_config, resume=True), nan_at(run_config, [5, 6, 7]))[0] == 0
+    assert losses(run_dir)[7:] == run_losses(run_config, NUM_STEPS)[7:], "it goes on after them"
+    assert kinds(run_dir) == [("not_finite", 7)]
 
 
 @pytest.mark.parametrize("stop", [None, 6])

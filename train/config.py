@@ -213,7 +213,7 @@ class TrainConfig:
     run_dir: str | None = None
     """Folder for everything the run writes. None: runs/<name of the config file>."""
     resume: bool = False
-    """Continue from the last complete checkpoint of the run directory."""
+    """Continue from the last complete checkpoint of the run directory, or start where it has none yet."""
     platform: Platform = "auto"
     """auto: the accelerator, if there is one. cpu: CPU devices, simulated when the mesh needs more than there are."""
 

@@ -19,15 +19,22 @@ from train.state import TrainState
 from train.step import make_eval_step, place_batch
 
 BATCHES_AHEAD = 2
+_BATCHES_A_SIGNAL = 4
 
 
 def make_evaluate(
-    config: TrainConfig, mesh: Mesh, corpus: Corpus, stop: StopRequest, curve: PositionCurve | None = None
+    config: TrainConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    stop: StopRequest,
+    curve: PositionCurve | None = None,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[TrainState, int | None], float | None]:
     """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between.
 
     An eval step may return, after its loss and count, the global sums and counts of `loss_by_position`: these go into
-    `curve`, which then holds the last evaluation.
+    `curve`, which then holds the last evaluation. `on_batch` is called before each batch; before some of them the
+    processes of a job agree on whether a signal came.
     """
     eval_step = make_eval_step(config, mesh)
     indices = local_data_indices(mesh)
@@ -44,7 +51,10 @@ def make_evaluate(
         if curve is not None:
             curve.clear()
         with Prefetch(iter(held_out), num_batches=BATCHES_AHEAD) as ahead:
-            for batch in itertools.islice(ahead, num_batches):
+            for index, batch in enumerate(itertools.islice(ahead, num_batches)):
+                on_batch()
+                if index % _BATCHES_A_SIGNAL == 0:
+                    stop.settle()
                 if stop.requested:
                     return None
                 distributed.at("evaluation", int(state.step))
