@@ -154,6 +154,28 @@ def test_a_process_that_comes_late_to_a_resume_is_waited_for(text, tmp_path, alo
     assert [step for step, _ in losses(run_dir)] == [1, 2, 3, 4, 5, 6]
 
 
+LAGGING = """
+import sys
+sys.path.insert(0, {tests!r})
+from tiny_run import config
+if sys.argv[sys.argv.index("--process-id") + 1] == "1":
+    from train.checkpoint import CheckpointStore
+    CheckpointStore._steps = lambda self: []
+"""
+
+
+@pytest.mark.slow
+def test_the_first_process_says_which_checkpoint_it_is(text, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    run_one(text, run_dir, "--num-steps", 4)
+    (tmp_path / "lagging.py").write_text(LAGGING.format(tests=str(ROOT / "tests")))
+    arguments = [tmp_path / "lagging.py", "--data.path", text, "--mesh.data", 2, *QUICK, "--resume"]
+    with Job(*arguments, num_processes=2, run_dir=run_dir) as two:
+        assert two.wait(timeout=240) == [0, 0], two.output()
+        assert "continuing after step 4" in two.output(0)
+    assert [step for step, _ in losses(run_dir)] == [1, 2, 3, 4, 5, 6]
+
+
 BLIND = """
 import sys
 sys.path.insert(0, {tests!r})

@@ -238,7 +238,9 @@ def test_what_cannot_be_continued_is_refused_before_the_text_is_read(unbroken, t
     with pytest.raises(ValueError, match=r"holds metrics\.jsonl, but its folder checkpoints is gone; bring it back"):
         loop.prepare(tiny(text, tmp_path / "run", resume=True), resume_command="")
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"the configuration in .*run belongs to another run(.|\n)*embed_dim"):
+    with pytest.raises(
+        ValueError, match=r"run_dir=.*run' belongs to another run(.|\n)*embed_dim: 16 in config\.json, 32"
+    ):
         loop.prepare(tiny(text, tmp_path / "run", resume=True, model=changed), resume_command="")
 
 

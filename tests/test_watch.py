@@ -347,6 +347,15 @@ def test_the_list_of_batches_outlives_the_process_and_the_iterator(text, tmp_pat
         SkipList(tmp_path / "skipped.json")
 
 
+def test_all_processes_go_back_when_the_first_one_does(text, tmp_path, monkeypatch):
+    """Another one may not see the checkpoint yet."""
+    run_config = tiny(text, tmp_path, watch=dataclasses.replace(WATCH, rollback=True))
+    watcher = watch.Watcher(run_config, tmp_path, mesh=make_mesh(sequence=2), step=7, say=print)
+    for of_first, expected in (("", 7), ("no return", None)):
+        monkeypatch.setattr("train.distributed.from_main", lambda _, answer=of_first: answer)
+        assert watcher._first_bad_to_return_to(7, 7, tmp_path / "absent", lambda: None) == expected
+
+
 def test_which_checkpoint_is_good(tmp_path):
     assert last_good_step(tmp_path / "absent", 9) is None
     for name in ("2", "4", "6", "8.orbax-checkpoint-tmp-1"):

@@ -21,6 +21,7 @@ does not answer, no permission, no memory) is good, as far as anyone knows: it s
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import shutil
@@ -192,9 +193,11 @@ class CheckpointStore:
         skipped: dict[str, str] = {}
         for step in distributed.from_main(self._steps()):
             folder = self.folder / str(step)
-            distributed.wait_for(folder)
-            with distributed.reading("checkpoint", step):
-                found, outcome, problem = _try_to_read(lambda: (_read_meta(folder), _read_arrays(folder, names)))  # noqa: B023
+            found, outcome, problem = None, _UNREADABLE, "another host of the job does not see it"
+            if distributed.wait_for(folder):
+                with distributed.reading("checkpoint", step):
+                    read = functools.partial(_read_all, folder, names)
+                    found, outcome, problem = _try_to_read(read)
             worst = distributed.largest(outcome)
             if worst == _UNREADABLE:
                 raise TryAgainError(_unreadable(folder, _most_telling(distributed.gather(problem))))
@@ -281,7 +284,7 @@ def read_newest_meta(run_dir: pathlib.Path) -> Meta | None:
     """
     folder, skipped = run_dir.absolute() / CHECKPOINT_FOLDER, []
     for step in sorted(checkpoint_steps(folder), reverse=True):
-        found, outcome, problem = _try_to_read(lambda: _read_meta(folder / str(step)))  # noqa: B023
+        found, outcome, problem = _try_to_read(functools.partial(_read_meta, folder / str(step)))
         if outcome == _UNREADABLE:
             raise TryAgainError(_unreadable(folder / str(step), problem))
         if found is not None:
@@ -330,15 +333,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def _try_to_read[T](read: Callable[[], T]) -> tuple[T | None, int, str]:
-    """(what was read, how it went, why it went wrong)."""
+    """(what was read, how it went, why it went wrong). In a job of many processes another host may have written it a
+    moment ago, so that not all of it shows."""
     for pause in (*_PAUSES_S, None):
         try:
             return read(), _READ, ""
         except Exception as error:  # whatever a damaged file makes of the reader
-            if not _may_pass(error):
-                return None, _DAMAGED, _first_line(error)
-            if pause is None:
-                return None, _UNREADABLE, _first_line(error)
+            may_pass = _may_pass(error)
+            if pause is None or (not may_pass and distributed.num_processes() == 1):
+                return None, _UNREADABLE if may_pass else _DAMAGED, _first_line(error)
             time.sleep(pause)
     raise AssertionError("the last pause is None")
 
@@ -348,6 +351,10 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(error, OSError):
         return not isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
     return isinstance(error, MemoryError) or str(error).startswith(_NOT_THE_CONTENT)
+
+
+def _read_all(folder: pathlib.Path, names: dict[str, Any]) -> tuple[Meta, dict[str, Any]]:
+    return _read_meta(folder), _read_arrays(folder, names)
 
 
 def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:

@@ -22,25 +22,26 @@ _PLACES = re.compile(r"data\.(path|tokenizer|sources\.\d+\.path):")
 _SILENT = ("resume:", "run_dir:", "platform:", "distributed.")
 
 
-def check_config(saved: dict[str, Any], config: TrainConfig, what: str) -> list[str]:
+def check_config(saved: dict[str, Any], config: TrainConfig, what: str, *, where: str = "the checkpoint") -> list[str]:
     """Refuse the configuration of another model or of other data; returns a line for every other field that changed.
 
     Args:
       saved: the configuration of the run that is continued, as JSON.
       config: the one of this run.
-      what: what has the saved configuration, in words.
+      what: whose configuration was saved, in words.
+      where: what it was saved in, in words.
 
     Raises:
       CheckpointError: names every field that must not change, its value there and its value in this run.
     """
-    differences = differing_fields(_by_source(_with_defaults(saved, config)), _by_source(to_json(config)))
+    differences = differing_fields(_by_source(_with_defaults(saved, config)), _by_source(to_json(config)), where=where)
     refused = [line for line in differences if line.startswith(_FIXED) and not line.startswith(_FREE)]
     refused = [line for line in refused if not _PLACES.match(line)]
     if refused:
         raise CheckpointError(
             f"{what} belongs to another run; these fields must be the same to continue:\n"
             + "\n".join(f"  - {line}" for line in refused)
-            + "\nSet them to the values in the checkpoint, or start anew with another --run-dir and without --resume."
+            + f"\nSet them to the values in {where}, or start anew with another --run-dir and without --resume."
         )
     return [line for line in differences if not line.startswith(_SILENT)]
 

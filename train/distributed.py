@@ -82,7 +82,7 @@ def joined(
         _leave_in_error(watchdog, error, exit_code(error))
     # Process 0 may still write and sample: JAX's own shutdown would end it after the heartbeat's limit.
     at("waiting for the other processes to end", 0)
-    _job.client.wait_at_barrier("the end", 1000 * config.stall_timeout)
+    _job.client.wait_at_barrier("the end", _NO_LIMIT_MS)
     watchdog.stop()
     jax.distributed.shutdown()
 

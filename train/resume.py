@@ -70,7 +70,7 @@ def find_start(run_dir: pathlib.Path, config: TrainConfig) -> tuple[checkpoint.M
     changes = []
     if (run_dir / CONFIG_FILE).exists():
         saved = _read_config(run_dir / CONFIG_FILE)
-        changes = check_config(saved, config, f"the configuration in {run_dir}")
+        changes = check_config(saved, config, f"run_dir={str(run_dir)!r}", where=CONFIG_FILE)
     return None, [
         f"--resume: {run_dir} holds no checkpoint yet, so the run starts at its first step",
         *(f"changed since the run was started: {line}" for line in changes),
