@@ -204,6 +204,10 @@ def test_a_checkpoint_that_cannot_be_read_now_is_tried_again_and_never_moved(run
             with pytest.raises(TryAgainError, match=rf"checkpoints/4 cannot be read .*{str(error)[-12:]}.*not mean"):
                 call()
     assert len(calls) == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "checkpoint_steps", fail)
+        with pytest.raises(TryAgainError, match=r"checkpoints cannot be read"):
+            read_newest_meta(run_dir)  # and does not start anew
     assert folders(run_dir) == ["2", "4"]
     store.close()
     assert not (run_dir / "checkpoints_incomplete").exists()

@@ -283,7 +283,10 @@ def read_newest_meta(run_dir: pathlib.Path) -> Meta | None:
       TryAgainError: one cannot be read, for another reason than its content.
     """
     folder, skipped = run_dir.absolute() / CHECKPOINT_FOLDER, []
-    for step in sorted(checkpoint_steps(folder), reverse=True):
+    steps, _, problem = _try_to_read(functools.partial(checkpoint_steps, folder))
+    if steps is None:
+        raise TryAgainError(_unreadable(folder, problem))
+    for step in reversed(steps):
         found, outcome, problem = _try_to_read(functools.partial(_read_meta, folder / str(step)))
         if outcome == _UNREADABLE:
             raise TryAgainError(_unreadable(folder / str(step), problem))
@@ -296,11 +299,12 @@ def read_newest_meta(run_dir: pathlib.Path) -> Meta | None:
 
 
 def checkpoint_steps(folder: pathlib.Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, in order; none where it cannot be looked into."""
-    try:
-        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    except OSError:
-        return []
+    """Steps of the complete checkpoints in a folder, in order.
+
+    Raises:
+      OSError: there is a folder, and it cannot be looked into.
+    """
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
 
 
 def _by_name(state: TrainState) -> dict[str, Any]:

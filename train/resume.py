@@ -3,6 +3,7 @@
 What always holds: between two steps the whole state of a run is a `Progress`, and a checkpoint holds one.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -165,7 +166,9 @@ def make_meta(run: Run, progress: Progress) -> checkpoint.Meta:
 def check_saved(store: checkpoint.CheckpointStore, unwritten: Unwritten) -> None:
     """Raises `SaveError` when what a run is for is not on disk: its last checkpoint, its summary."""
     if store.failure:
-        newest = max(checkpoint.checkpoint_steps(store.folder), default="none")
+        newest: int | str = "none"
+        with contextlib.suppress(OSError):  # the store is gone
+            newest = max(checkpoint.checkpoint_steps(store.folder), default="none")
         raise SaveError(
             f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
             f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"

@@ -11,6 +11,7 @@ seen to give a good loss at the next step. From 40, say, the steps to 55 run aga
 batch that comes after those of 57. Checkpoints after 40 are taken out of the way.
 """
 
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -83,7 +84,9 @@ class SkipList:
 
 def last_good_step(folder: pathlib.Path, first_bad_step: int) -> int | None:
     """Step of the newest checkpoint whose parameters gave a good loss before the trouble began; None: there is none."""
-    good = [step for step in checkpoint_steps(folder) if step <= first_bad_step - 2]
+    good: list[int] = []
+    with contextlib.suppress(OSError):  # the store is gone
+        good = [step for step in checkpoint_steps(folder) if step <= first_bad_step - 2]
     return good[-1] if good else None
 
 
