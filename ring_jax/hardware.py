@@ -6,6 +6,7 @@ link's rate is one way. No device is touched: names are parsed, not looked up.
 
 import difflib
 import math
+import re
 from typing import Literal, NamedTuple
 
 
@@ -98,8 +99,15 @@ def kernel_efficiency(hardware: Hardware) -> tuple[float, float]:
     return KERNEL_EFFICIENCY.get(hardware.name, KERNEL_EFFICIENCY[hardware.platform])
 
 
+_OTHERS = re.compile(r"NVIDIA H100 PCIe|NVIDIA H[12]00 NVL|.* MIG ")
+"""Kinds that start like an entry and are slower: H100 PCIe 756 TFLOP/s, H100 NVL and H200 NVL 835 (NVIDIA data sheets),
+and parts of a GPU."""
+
+
 def find_hardware(device_kind: str) -> Hardware | None:
-    """The entry whose name starts the device's kind; the longest where several do."""
+    """The entry whose name starts the device's kind; the longest where several do, and none for a slower variant."""
+    if _OTHERS.match(device_kind):
+        return None
     fits = [name for name in HARDWARE if device_kind.startswith(name)]
     return HARDWARE[max(fits, key=len)] if fits else None
 

@@ -20,8 +20,15 @@ PATIENCE = int(os.environ.get("TEST_PATIENCE", "1"))
 class Job:
     """`num_processes` runs of the same command; a context manager that leaves no process behind."""
 
-    def __init__(self, *arguments: Any, num_processes: int, run_dir: pathlib.Path, each: dict[int, list[str]] = {}):  # noqa: B006
-        """Start them; `each` has more arguments for single processes."""
+    def __init__(
+        self,
+        *arguments: Any,
+        num_processes: int,
+        run_dir: pathlib.Path,
+        each: dict[int, list[str]] = {},  # noqa: B006
+        of: int | None = None,
+    ):
+        """Start them, `of` so many when some never come; `each` has more arguments for single processes."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -30,7 +37,7 @@ class Job:
         self.logs = [run_dir.parent / f"{run_dir.name}.{process}.log" for process in range(num_processes)]
         self.processes = []
         for process, log in enumerate(self.logs):
-            own = ["--num-processes", num_processes, "--process-id", process, *each.get(process, [])]
+            own = ["--num-processes", of or num_processes, "--process-id", process, *each.get(process, [])]
             command = [sys.executable, "-m", "train", "run", *map(str, [*common, *own])]
             started = subprocess.Popen(
                 command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()

@@ -63,6 +63,19 @@ def test_an_alarm_is_said_written_and_counted(tmp_path):
     assert json.loads((tmp_path / "alarms.jsonl").read_text().splitlines()[0])["text"] == "loss 9"
 
 
+def test_a_resumed_run_forgets_the_alarms_of_steps_that_run_again(tmp_path):
+    log = AlarmLog(tmp_path, say=lambda _: None)
+    for kind, step in (("loss_spike", 7), ("rollback", 7), ("loss_spike", 5), ("stall", 6), ("not_finite", 6)):
+        log.raise_alarm(kind, step, "")
+    AlarmLog(tmp_path, say=print, writes=False).forget_after(5)
+    assert len(read_alarms(tmp_path)) == 5
+    again = AlarmLog(tmp_path, say=print)
+    again.forget_after(5)
+    kept = [("loss_spike", 7), ("rollback", 7), ("loss_spike", 5), ("stall", 6)]
+    assert [(alarm["kind"], alarm["step"]) for alarm in read_alarms(tmp_path)] == kept
+    assert again.alarms == read_alarms(tmp_path)
+
+
 def test_a_process_that_does_not_write_counts_only(tmp_path):
     said = []
     log = AlarmLog(tmp_path, say=said.append, writes=False)

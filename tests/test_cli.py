@@ -1,5 +1,6 @@
 """The command line: clear errors with exit code 2, and a run that survives SIGKILL."""
 
+import contextlib
 import json
 import pathlib
 import signal
@@ -11,6 +12,7 @@ import pytest
 from tiny_run import write_text
 
 from train import cli
+from train.errors import RunDirError, SaveError, TryAgainError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "tests" / "tiny_run.py")
@@ -42,6 +44,7 @@ def refused(capsys, *argv):
         ),
         (["run", TINY, "--data.path", "no/such/folder"], ["data.path='no/such/folder' does not exist"]),
         (["run", TINY, "--run-dir", "no/such/run", "--resume"], ["'no/such/run' does not exist", "without --resume"]),
+        (["run", TINY, "--run-dir", "Makefile/run"], ["run_dir='Makefile/run' cannot be written", "--run-dir"]),
         (["run", TINY, "--run-dir", "tests"], ["run_dir='tests' already holds a run", "--resume", "another --run-dir"]),
         *(
             ([command, TINY], [f"the command '{command}' is not built yet"])
@@ -125,6 +128,41 @@ def test_prepare_makes_the_cache_that_a_run_uses(capsys, tmp_path):
     assert "line 1: no field 'text'; its fields are 'body'" in refused(
         capsys, "prepare", TINY, "--data.path", tmp_path / "b.jsonl", "--data.cache", tmp_path / "cache"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "refused"), [("TPU v5p", 4, True), ("TPU v5p", 1, False), ("cpu", 4, False)]
+)
+def test_one_host_of_a_slice_is_no_job_of_its_own(monkeypatch, kind, processes, refused):
+    monkeypatch.setattr("jax.process_count", lambda: processes)
+    expected = pytest.raises(cli.UsageError, match=r"finds 4 processes .*this job has 1; add --distributed")
+    with expected if refused else contextlib.nullcontext():
+        cli._check_slice(kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(TryAgainError("late"), 75), (SaveError("full"), 1), (RunDirError("used"), 2)]
+)
+def test_what_ends_a_run_is_one_message_with_its_code(capsys, monkeypatch, tmp_path, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("train.loop.train", fail)
+    text = write_text(tmp_path / "text")
+    words = [
+        "run",
+        TINY,
+        "--data.path",
+        text,
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--mesh.sequence",
+        "2",
+        "--platform",
+        "cpu",
+    ]
+    assert cli.main(words) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_help(capsys):

@@ -8,8 +8,8 @@ import yaml
 from jobs import ROOT, TINY
 
 from train import cli
+from train.cluster import Cluster, find_cluster
 from train.config import DistributedConfig
-from train.distributed import Cluster, find_cluster
 
 SLURM = {
     "SLURM_JOB_ID": "5",

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 from jobs import PATIENCE, ROOT, TINY, Job, environment, losses
 from tiny_run import write_text
 
+from train import distributed
 from train.watchdog import LOST, Judge, Sign
 
 QUICK = ["--distributed.heartbeat-timeout", 6 * PATIENCE, "--distributed.start-timeout", 60 * PATIENCE]
@@ -152,13 +154,35 @@ def test_a_process_that_comes_late_to_a_resume_is_waited_for(text, tmp_path, alo
     assert [step for step, _ in losses(run_dir)] == [1, 2, 3, 4, 5, 6]
 
 
+LAGGING = """
+import sys
+sys.path.insert(0, {tests!r})
+from tiny_run import config
+if sys.argv[sys.argv.index("--process-id") + 1] == "1":
+    from train.checkpoint import CheckpointStore
+    CheckpointStore._steps = lambda self: []
+"""
+
+
+@pytest.mark.slow
+def test_the_first_process_says_which_checkpoint_it_is(text, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    run_one(text, run_dir, "--num-steps", 4)
+    (tmp_path / "lagging.py").write_text(LAGGING.format(tests=str(ROOT / "tests")))
+    arguments = [tmp_path / "lagging.py", "--data.path", text, "--mesh.data", 2, *QUICK, "--resume"]
+    with Job(*arguments, num_processes=2, run_dir=run_dir) as two:
+        assert two.wait(timeout=240) == [0, 0], two.output()
+        assert "continuing after step 4" in two.output(0)
+    assert [step for step, _ in losses(run_dir)] == [1, 2, 3, 4, 5, 6]
+
+
 BLIND = """
 import sys
 sys.path.insert(0, {tests!r})
 from tiny_run import config
 if sys.argv[sys.argv.index("--process-id") + 1] == "1":
     from train import distributed
-    distributed._is_there = lambda path: False
+    distributed.wait_for = lambda path: False
 """
 
 
@@ -170,7 +194,7 @@ def test_a_run_directory_that_a_process_does_not_share_is_refused(text, tmp_path
     ) as two:
         assert two.wait(timeout=120) == [2, 2], two.output()
     assert "process 1 cannot see what process 0 writes there" in two.output(0)
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
 @pytest.mark.slow
@@ -186,6 +210,39 @@ def test_a_frozen_process_ends_the_job(text, tmp_path, victim):
         assert "--resume" in last
         two.processes[victim].send_signal(signal.SIGCONT)  # awake again, it finds itself alone
         assert two.wait(victim, timeout=30) != [0]
+
+
+SIGNALLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from tiny_run import config
+if sys.argv[sys.argv.index("--process-id") + 1] == "1":
+    from train import run_steps
+    plain = run_steps.Steps._score
+    def score(self, *others):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *others)
+    run_steps.Steps._score = score
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_the_last_evaluation_of_all(text, tmp_path, alone):
+    run_dir = tmp_path / "run"
+    (tmp_path / "signalled.py").write_text(SIGNALLED.format(tests=str(ROOT / "tests")))
+    arguments = [tmp_path / "signalled.py", "--data.path", text, "--mesh.data", 2, *QUICK]
+    with Job(*arguments, num_processes=2, run_dir=run_dir) as two:
+        assert two.wait(timeout=200) == [143, 143], two.output()
+        assert "stopped after step 6 of 6, saved in" in two.output(0)
+    run_one(text, run_dir, "--resume")
+    assert_same_run(run_dir, alone)
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_is_no_typing_error(text, tmp_path):
+    with job(text, tmp_path / "run", "--distributed.start-timeout", 2, num_processes=1, of=2) as one:
+        assert one.wait(timeout=60) == [LOST], one.output()
+        assert "All processes must start within --distributed.start-timeout 2 s of each other" in one.output()
 
 
 PATCHED = """
@@ -257,7 +314,7 @@ def test_processes_that_were_started_with_other_flags_are_named(text, tmp_path):
         for process in range(2):
             assert "seed: 5 here, 0 in process 0" in two.output(process)
             assert re.search(r"configuration of process 1 on \S+ must be that of process 0", two.output(process))
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
@@ -277,6 +334,25 @@ def test_a_store_that_fails_for_some_time_costs_checkpoints_and_not_the_job(text
     folders = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert {"28", "30"} <= folders
     assert not [name for name in folders if "tmp" in name], "what failed saves left is cleared up"
+
+
+class CountingWatchdog:
+    moves = 0
+
+    def at(self, phase, step):
+        self.moves += 1
+
+
+def test_a_long_read_gets_somewhere_as_long_as_bytes_move(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed._job, "watchdog", watchdog := CountingWatchdog())
+    monkeypatch.setattr(distributed, "_LOOKS_EVERY_S", 0.02)
+    with distributed.reading("text", 0):
+        time.sleep(0.3)
+        assert watchdog.moves == 1, "nothing is read: a stall"
+        deadline = time.monotonic() + 20
+        while watchdog.moves < 4 and time.monotonic() < deadline:
+            (tmp_path / "file").write_bytes(bytes(2**20))
+    assert watchdog.moves >= 4
 
 
 def sign(**changes):

@@ -105,6 +105,9 @@ def test_peak_by_device_kind():
     assert peak_flops(devices("NVIDIA H200")) == 9.89e14
     assert peak_flops(devices(*["TPU v5p"] * 4)) == 4 * 4.59e14
     assert peak_flops(devices("NVIDIA H200", "cpu")) is None
+    assert peak_flops(devices("NVIDIA H100 80GB HBM3")) == 9.89e14
+    for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert peak_flops(devices(slower)) is None
     assert peak_flops(jax.devices()) is None
     assert peak_flops([]) is None
 

@@ -84,8 +84,23 @@ def test_a_stall_is_one_alarm_with_the_place(tmp_path):
         wait_until(lambda: len(alarms) == 2)
     (step, text), (later, _) = alarms
     assert (step, later) == (5, 6)
-    assert "median 0.01 s" in text
+    assert "median of the steps 0.01 s" in text
     assert "the program is in wait_until (" in text or "the program is in <lambda> (" in text
+
+
+def test_a_checkpoint_that_hangs_is_an_alarm_and_an_evaluation_that_gets_on_is_none():
+    alarms = []
+    with Heartbeat(None, step=0, on_stall=lambda *alarm: alarms.append(alarm), stall_min_s=0.1, **QUICK) as heartbeat:
+        for step in (1, 2, 3):
+            heartbeat.stepped(step, 0.01, compiled=False)
+        heartbeat.beat("evaluate")
+        for _ in range(30):
+            heartbeat.pulse()
+            time.sleep(0.04)
+        assert not alarms
+        heartbeat.beat("checkpoint")
+        wait_until(lambda: alarms)
+    assert alarms[0][1].startswith("no end of the phase 'checkpoint' for 1 s")
 
 
 def test_a_slow_step_within_the_limits_is_no_stall():

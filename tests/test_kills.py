@@ -88,6 +88,25 @@ def test_two_kills_one_of_them_inside_a_save(unbroken, tmp_path):
     assert kill_and_compare(unbroken, tmp_path, [0.02, 0.15]) >= 1
 
 
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_is_started_again_by_the_same_command(unbroken, tmp_path):
+    text, expected = unbroken
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for moment in ("config.json", "checkpoints/*.orbax-checkpoint-tmp*"):
+        with subprocess.Popen(
+            command(text, run_dir, "--resume", "--checkpoint.every", 20), cwd=ROOT, env=environment(),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            deadline = time.monotonic() + WAIT
+            while not any(run_dir.glob(moment)) and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            process.kill()
+        assert any(run_dir.glob(moment))
+        assert newest(run_dir) == 0
+    assert losses_and_score(text, run_dir, "--resume") == expected
+
+
 SEED, KILLS, GROUP = 7, 20, 4
 CHOOSER = random.Random(SEED)
 MOMENTS = [CHOOSER.uniform(0, 0.6) for _ in range(KILLS)]

@@ -27,9 +27,10 @@ from ring_jax import make_mesh
 from train import evaluation, loop, report, run_steps
 from train.config import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig
 from train.data import Document, load_corpus
-from train.errors import SaveError
+from train.errors import RunDirError, SaveError
 from train.evaluation import make_evaluate
 from train.metrics import read_rows
+from train.run_dir import sole_writer
 from train.signals import StopRequest
 from train.step import init_state, make_train_step
 from train.tokenizer import train_tokenizer
@@ -81,8 +82,8 @@ def test_a_run_writes_everything_it_promises(unbroken):
     run_dir, _ = unbroken
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
-        "checkpoints", "config.json", "heartbeat.json", "loss.png", "metrics.jsonl", "report.html", "summary.json",
-        "tensorboard",
+        "checkpoints", "config.json", "heartbeat.json", "lock", "loss.png", "metrics.jsonl", "report.html",
+        "summary.json", "tensorboard",
     }  # fmt: skip
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert any(path.name.startswith("events.out.tfevents") for path in (run_dir / "tensorboard").iterdir())
@@ -239,16 +240,95 @@ def test_an_evaluation_reads_on_until_there_is_a_target(monkeypatch):
 def test_a_used_directory_needs_resume_and_resume_needs_a_run(text, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    (tmp_path / "empty").mkdir()
     for name, resume, message in (
         ("used", False, "already holds a run; continue it with --resume, choose another --run-dir"),
         ("used/notes.txt", False, "is a file; name a folder"),
-        ("used", True, "holds no checkpoints, so there is nothing to continue; correct --run-dir"),
-        ("empty", True, "holds no checkpoints, so there is nothing to continue; correct --run-dir"),
+        ("used", True, r"holds no checkpoints and no config\.json, so there is nothing to continue"),
         ("absent", True, "does not exist, so there is nothing to continue; correct --run-dir"),
     ):
         with pytest.raises(ValueError, match=message):
             loop.prepare(tiny(text, tmp_path / name, resume=resume), resume_command="")
+
+
+def test_what_cannot_be_continued_is_refused_before_the_text_is_read(unbroken, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "load_corpus", lambda *_, **__: pytest.fail("the text was read"))
+    changed = dataclasses.replace(config().model, embed_dim=32)
+    for changes, message in (
+        ({"model": changed}, "model.embed_dim: 16 in the checkpoint, 32 in this run"),
+        ({"num_steps": 5}, "num_steps=5 must be at least 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loop.prepare(tiny(text, unbroken[0], resume=True, **changes), resume_command="")
+    shutil.copytree(unbroken[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ValueError, match=r"holds metrics\.jsonl, but its folder checkpoints is gone; bring it back"):
+        loop.prepare(tiny(text, tmp_path / "run", resume=True), resume_command="")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(
+        ValueError, match=r"run_dir=.*run' belongs to another run(.|\n)*embed_dim: 16 in config\.json, 32"
+    ):
+        loop.prepare(tiny(text, tmp_path / "run", resume=True, model=changed), resume_command="")
+
+
+def test_a_run_that_died_in_its_first_save_starts_anew_with_the_same_flag(text, tmp_path, unbroken):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    code, output = stop_after(tiny(text, run_dir, resume=True), 1)  # an empty folder, as a script makes it
+    assert code == 130
+    assert f"--resume: {run_dir} holds no checkpoint yet, so the run starts at its first step" in output
+    (run_dir / "checkpoints" / "1").rename(run_dir / "checkpoints" / "1.orbax-checkpoint-tmp-5")
+    code, output = run(tiny(text, run_dir, resume=True))
+    assert code == 0
+    for part in (
+        "holds no checkpoint yet",
+        "1.orbax-checkpoint-tmp-5: an interrupted write, removed",
+        "dropped 1 rows",
+    ):
+        assert part in output
+    assert losses(run_dir) == losses(unbroken[0])
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["4", "6"]
+
+
+def test_a_signal_in_the_last_evaluation_costs_that_only(text, tmp_path, unbroken):
+    def score(self, progress, *others):
+        assert progress.step in self.store._manager.all_steps(), "the last step is saved before"
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, progress, *others)
+
+    plain, run_dir = run_steps.Steps._score, tmp_path / "run"
+    with mock.patch.object(run_steps.Steps, "_score", score):
+        code, output = run(tiny(text, run_dir))
+    assert code == 143
+    assert f"stopped after step 6 of 6, saved in {run_dir}/checkpoints" in output
+    assert not (run_dir / "summary.json").exists()
+    assert run(tiny(text, run_dir, resume=True))[0] == 0
+    old, new = ([row.get("held_out_loss") for row in read_rows(place)] for place in (unbroken[0], run_dir))
+    assert new == old
+    assert old[-1] == json.loads((run_dir / "summary.json").read_text())["held_out_loss"]
+
+
+def test_an_error_in_the_middle_waits_for_the_save_in_flight(text, tmp_path, monkeypatch):
+    plain = run_steps._next_batch
+
+    def fail(watch, data, run_config, mesh, step):
+        if step == 3:
+            raise ValueError("a document is damaged")
+        return plain(watch, data, run_config, mesh, step)
+
+    monkeypatch.setattr(run_steps, "_next_batch", fail)
+    with pytest.raises(ValueError, match="a document is damaged"):
+        run(tiny(text, tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+
+
+def test_two_runs_do_not_write_into_one_folder(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.run_dir._HERE_S", 0.0)
+    first, second = (loop.prepare(tiny(text, tmp_path / "run"), resume_command="") for _ in range(2))
+    with sole_writer(first.run_dir, print), pytest.raises(RunDirError, match="is written by another run"):
+        loop.train(second, Console(file=io.StringIO()))
+    (first.run_dir / "config.json").touch()  # the first was quick: it is over
+    with pytest.raises(RunDirError, match="already holds a run"):
+        loop.train(second, Console(file=io.StringIO()))
 
 
 def test_a_long_warmup_is_clamped_and_said_so(text, tmp_path):

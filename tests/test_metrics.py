@@ -47,8 +47,28 @@ def test_no_file_has_no_rows(tmp_path):
 
 
 def test_write_json(tmp_path):
-    write_json(tmp_path / "config.json", {"a": [1, 2]})
-    assert json.loads((tmp_path / "config.json").read_text()) == {"a": [1, 2]}
+    write_json(tmp_path / "config.json", {"a": [1, 2, math.nan], "b": {"c": -math.inf}, "d": (True, None, "x", 0.5)})
+    found = json.loads((tmp_path / "config.json").read_text(), parse_constant=lambda name: name)
+    assert found == {"a": [1, 2, None], "b": {"c": None}, "d": [True, None, "x", 0.5]}
+
+
+def test_the_last_row_can_be_amended_and_no_other(tmp_path):
+    with MetricsLog(tmp_path, first_step=1) as log:
+        log.amend(1, {"held_out_loss": 9.0})
+        assert read_rows(tmp_path) == []
+        for step in (1, 2):
+            log.write(step, {"loss": float(step)})
+        log.amend(2, {"held_out_loss": 0.5, "by": {"0": 1.0}})
+        log.amend(1, {"held_out_loss": 0.7})
+        log.write(3, {"loss": 3.0})
+    last = {"step": 2, "loss": 2.0, "held_out_loss": 0.5, "by": {"0": 1.0}}
+    assert read_rows(tmp_path) == [{"step": 1, "loss": 1.0}, last, {"step": 3, "loss": 3.0}]
+    assert (2, "held_out_loss", 0.5) in scalars(tmp_path)
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while it wrote
+    with MetricsLog(tmp_path, first_step=4) as log:
+        log.amend(3, {"held_out_loss": 1.0})
+    assert len(read_rows(tmp_path)) == 3
 
 
 def records(path):

@@ -56,8 +56,15 @@ def test_the_flags_have_no_prefix():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"spike_z": 0.0}, "watch.spike_z=0.0 must be greater than 0; for example --spike-z 8"),
-        ({"stall_factor": 1.0}, "watch.stall_factor=1.0 must be greater than 1; for example --stall-factor 20"),
+        ({"spike_z": 0.0}, "watch.spike_z=0.0 must be greater than 0 and finite; for example --spike-z 8"),
+        (
+            {"spike_z": float("inf")},
+            "watch.spike_z=inf must be greater than 0 and finite; for example --spike-z 8 (1e9",
+        ),
+        (
+            {"stall_factor": 1.0},
+            "watch.stall_factor=1.0 must be greater than 1 and finite; for example --stall-factor 20",
+        ),
         ({"max_rollbacks": 0}, "watch.max_rollbacks=0 must be at least 1; for example --max-rollbacks 1"),
         (
             {"max_skipped_in_a_row": 0},

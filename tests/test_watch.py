@@ -219,11 +219,16 @@ def test_too_many_in_a_row_end_the_run_with_the_batch_saved(text, tmp_path):
     run_dir = tmp_path / "run"
     assert kinds(run_dir) == [("not_finite", 7)]
     assert [row["step"] for row in read_rows(run_dir)] == list(range(1, 8))
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2", "4", "6"]
-    with np.load(run_dir / "bad_batch_step_7.npz") as saved:
-        assert float(np.float32(loss_of(saved["tokens"]))) == run_losses(run_config, 7)[-1]
-        assert saved.keys() == {"tokens", "targets", "positions", "segment_ids"}
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
+    assert len(list(run_dir.glob("bad_batch_step_*.npz"))) == 3
+    for step in (5, 6, 7):
+        with np.load(run_dir / f"bad_batch_step_{step}.npz") as saved:
+            assert float(np.float32(loss_of(saved["tokens"]))) == run_losses(run_config, step)[-1]
+            assert saved.keys() == {"tokens", "targets", "positions", "segment_ids"}
     assert json.loads((run_dir / "heartbeat.json").read_text())["phase"] == "failed: FloatingPointError"
+    assert run(dataclasses.replace(run_config, resume=True), nan_at(run_config, [5, 6, 7]))[0] == 0
+    assert losses(run_dir)[7:] == run_losses(run_config, NUM_STEPS)[7:], "it goes on after them"
+    assert kinds(run_dir) == [("not_finite", 7)]
 
 
 @pytest.mark.parametrize("stop", [None, 6])
@@ -362,6 +367,15 @@ def test_the_list_of_batches_outlives_the_process_and_the_iterator(text, tmp_pat
     (tmp_path / "skipped.json").write_text("")
     with pytest.raises(CheckpointError, match=r"skipped\.json is damaged .*put back a copy of it, or delete it"):
         SkipList(tmp_path / "skipped.json")
+
+
+def test_all_processes_go_back_when_the_first_one_does(text, tmp_path, monkeypatch):
+    """Another one may not see the checkpoint yet."""
+    run_config = tiny(text, tmp_path, watch=dataclasses.replace(WATCH, rollback=True))
+    watcher = watch.Watcher(run_config, tmp_path, mesh=make_mesh(sequence=2), step=7, say=print)
+    for of_first, expected in (("", 7), ("no return", None)):
+        monkeypatch.setattr("train.distributed.from_main", lambda _, answer=of_first: answer)
+        assert watcher._first_bad_to_return_to(7, 7, tmp_path / "absent", lambda: None) == expected
 
 
 def test_which_checkpoint_is_good(tmp_path):

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from train.metrics import Appender, read_lines
+from train.metrics import Appender, read_lines, write_text
 from train.unwritten import Unwritten
 
 ALARMS_FILE = "alarms.jsonl"
 KINDS = ("loss_spike", "not_finite", "stall", "rollback")
+_OF_A_STEP = ("loss_spike", "not_finite")
 _WINDOW = 64
 _MIN_HISTORY = 16
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
@@ -74,7 +75,8 @@ class AlarmLog:
         unwritten: Unwritten | None = None,
     ):
         """Say each alarm with `say`; write it unless another process does (`writes`)."""
-        self._file, self._say, self._writes = Appender(run_dir / ALARMS_FILE), say, writes
+        self._path = run_dir / ALARMS_FILE
+        self._file, self._say, self._writes = Appender(self._path), say, writes
         self._unwritten = unwritten or Unwritten(say)
         self._lock = threading.Lock()  # the stall alarm comes from the heartbeat's thread
         self.alarms = read_alarms(run_dir)
@@ -91,6 +93,25 @@ class AlarmLog:
             with self._unwritten.attempt(ALARMS_FILE):
                 self._file.append((json.dumps(alarm) + "\n").encode(), line=True)
                 self._file.close()  # alarms are rare
+
+    def forget_after(self, step: int) -> None:
+        """A resumed run stands after `step`; what it will find in later steps is dropped, as it is written then.
+
+        Kept are alarms that no step will raise again: a stall, a return, and what led to one.
+        """
+        returns = [place for place, alarm in enumerate(self.alarms) if alarm["kind"] == "rollback"]
+        history = returns[-1] if returns else -1
+        kept = [
+            alarm
+            for place, alarm in enumerate(self.alarms)
+            if place <= history or alarm["kind"] not in _OF_A_STEP or alarm["step"] <= step
+        ]
+        if len(kept) == len(self.alarms):
+            return
+        self.alarms = kept
+        if self._writes:
+            with self._unwritten.attempt(ALARMS_FILE):
+                write_text(self._path, "".join(json.dumps(alarm) + "\n" for alarm in kept))
 
     def counts(self) -> dict[str, int]:
         """Number of alarms of each kind."""

@@ -11,16 +11,21 @@ a store that is gone) shows at the next save or at the end. It costs that checkp
 reported, older checkpoints stay until a newer one is complete, and the next save tries again. In a job of many
 processes a save fails for all when it fails for one (`train.save_barrier`), and the job goes on like that, too.
 
+A restore passes over a checkpoint whose content is damaged. One that cannot be read for another reason (a store that
+does not answer, no permission, no memory) is good, as far as anyone knows: it stays, and the restore fails.
+
     <run directory>/checkpoints/120/state    arrays by tree path: params/..., opt_state/..., step
-                                    meta     JSON: step, data_state, config, text_fingerprint, jax_version
+                                    meta     JSON: step, data_state, config, text_fingerprint, tokenizer, jax_version
                                     metrics  JSON: held_out_loss, where the run was evaluated at this step
 """
 
 import contextlib
 import dataclasses
-import json
+import functools
+import math
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -30,20 +35,24 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from train import distributed
-from train.config import TrainConfig, differing_fields, to_json
+from train.errors import TryAgainError
+from train.run_dir import CHECKPOINT_FOLDER
 from train.save_barrier import PeerFailed
 from train.state import TrainState
 
-CHECKPOINT_FOLDER = "checkpoints"
 SET_ASIDE_FOLDER = "checkpoints_incomplete"
 _METRIC = "held_out_loss"
 _WRITE_TIMEOUT = 900
 _HALF_LINE = 200
+_PAUSES_S = (0.5, 2.0, 8.0)  # before a read that failed is tried again
 
-# What cannot change between save and resume: what was learned, and which text comes next. The rest can (the mesh, the
-# layout, microbatches, rematerialization, the learning rate, the number of steps): it alters how the next steps go.
-_FIXED = ("model.", "data.", "seed", "optimizer.name")
-_FREE = ("model.remat", "model.compute_dtype", "model.strategy", "model.mlp_chunk", "data.cache", "data.on_error")
+# What a read found, the worst of all processes counts.
+_READ, _DAMAGED, _UNREADABLE = range(3)
+# Of tensorstore, which says with these words that it is not the content; EIO is UNKNOWN, ESTALE is ABORTED.
+_NOT_THE_CONTENT = (
+    "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
+    "UNAVAILABLE", "UNKNOWN",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,8 @@ class Meta:
     """Resolved configuration of the run that saved it."""
     text_fingerprint: str
     """Fingerprint of the text that the run reads."""
+    tokenizer: str = ""
+    """Fingerprint of its tokenizer; empty in checkpoints of before it was saved."""
 
 
 class CheckpointError(ValueError):
@@ -128,11 +139,12 @@ class CheckpointStore:
           Why the save before this one, or the beginning of this one, failed.
         """
         problem = self.settle()
-        if meta.step in self._manager.all_steps():
+        if distributed.from_main(meta.step in self._manager.all_steps()):  # one that lags behind would not join in
             return problem
         values = {**dataclasses.asdict(meta), "jax_version": jax.__version__}
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_by_name(state)), meta=ocp.args.JsonSave(values))
-        metrics = None if held_out_loss is None else {_METRIC: held_out_loss}
+        is_known = held_out_loss is not None and math.isfinite(held_out_loss)  # what is not finite is not the best
+        metrics = {_METRIC: held_out_loss} if is_known else None
         self._writing = meta.step
         begun = self._probe()
         if begun is None:
@@ -152,30 +164,49 @@ class CheckpointStore:
                 self._clear_up()
         return problem
 
+    def wait(self) -> None:
+        """Let the save in flight end, without a word to the other processes: for one that leaves alone, in error."""
+        with contextlib.suppress(Exception):
+            self._manager.wait_until_finished()
+
+    def is_empty(self) -> bool:
+        """Whether there is no checkpoint, complete or damaged."""
+        return not distributed.from_main(self._steps())
+
+    def remove_interrupted(self) -> list[str]:
+        """Remove what a killed run was still writing, which is worth nothing; returns a line for each."""
+        names = distributed.from_main(_interrupted(self.folder))
+        self._clear_up()
+        return [f"{name}: an interrupted write, removed" for name in names]
+
     def restore(self, abstract: TrainState) -> tuple[TrainState, Meta, list[str]]:
         """The newest complete checkpoint, in the shardings of `abstract`, and a line for everything passed over.
 
-        What was passed over is moved to `checkpoints_incomplete`, so that the run can save those steps again.
+        What was passed over is taken out of the way (`move_aside`), so that the run can save those steps again.
 
         Raises:
           CheckpointError: there is no complete checkpoint.
+          TryAgainError: one cannot be read, for another reason than its content.
         """
         names = _by_name(abstract)
         self.settle()
-        skipped = {name: f"{name}: an interrupted write" for name in _interrupted(self.folder)}
-        steps = self._steps()
-        distributed.check_same("checkpoints", {"folder": str(self.folder), "steps": steps})
-        for step in steps:
-            found, problem = None, ""
-            try:
-                found = _read_meta(self.folder / str(step)), _read_arrays(self.folder / str(step), names)
-            except Exception as error:  # whatever a damaged file makes of the reader
-                problem = _damaged(step, error)
-            if distributed.any_process(found is None) or found is None:
-                skipped[str(step)] = problem or f"{step}: incomplete or damaged, as another process found"
+        skipped: dict[str, str] = {}
+        for step in distributed.from_main(self._steps()):
+            folder = self.folder / str(step)
+            found, outcome, problem = None, _UNREADABLE, "another host of the job does not see it"
+            if distributed.wait_for(folder):
+                with distributed.reading("checkpoint", step):
+                    read = functools.partial(_read_all, folder, names)
+                    found, outcome, problem = _try_to_read(read)
+            worst = distributed.largest(outcome)
+            if worst == _UNREADABLE:
+                raise TryAgainError(_unreadable(folder, _most_telling(distributed.gather(problem))))
+            if worst == _DAMAGED or found is None:
+                why = problem or "as another process found"
+                skipped[str(step)] = f"{step}: incomplete or damaged, {why}; moved to {self._set_aside}"
                 continue
             meta, arrays = found
-            self.move_aside(skipped.keys())
+            self.move_aside(skipped)
             leaves = [arrays[name] for name in names]
             return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta, list(skipped.values())
         raise CheckpointError(_nothing_to_resume(self.folder, skipped.values()))
@@ -225,79 +256,61 @@ class CheckpointStore:
         for name in _interrupted(self.folder) if distributed.is_main() else ():
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def move_aside(self, names: Iterable[str]) -> None:
-        for name in names if distributed.is_main() else ():
-            self._set_aside.mkdir(exist_ok=True)
-            shutil.rmtree(self._set_aside / name, ignore_errors=True)
-            (self.folder / name).rename(self._set_aside / name)
+    def move_aside(self, steps: Iterable[str]) -> None:
+        """Take checkpoints out of the way. The newest is kept in `checkpoints_incomplete`, alone, if there is room."""
+        found = sorted(steps, key=int) if distributed.is_main() else []
+        for step in found[:-1]:
+            shutil.rmtree(self.folder / step, ignore_errors=True)
+        for step in found[-1:]:
+            shutil.rmtree(self._set_aside, ignore_errors=True)
+            try:
+                self._set_aside.mkdir()
+                (self.folder / step).rename(self._set_aside / step)
+            except OSError:  # a full disk, say
+                shutil.rmtree(self.folder / step, ignore_errors=True)
         distributed.check_same("checkpoints moved away", {})
         self._manager.reload()
 
 
-def read_newest_meta(run_dir: pathlib.Path) -> Meta:
+def read_newest_meta(run_dir: pathlib.Path) -> Meta | None:
     """What the newest readable checkpoint holds beside its arrays; no device is needed and nothing is changed.
 
-    Raises:
-      CheckpointError: there is no complete checkpoint.
-    """
-    folder = run_dir.absolute() / CHECKPOINT_FOLDER
-    skipped = [f"{name}: an interrupted write" for name in _interrupted(folder)]
-    for step in sorted((int(path.name) for path in folder.iterdir() if path.name.isdigit()), reverse=True):
-        try:
-            return _read_meta(folder / str(step))
-        except Exception as error:  # whatever a damaged file makes of the reader
-            skipped.append(_damaged(step, error))
-    raise CheckpointError(_nothing_to_resume(folder, skipped))
-
-
-def check_compatible(meta: Meta, config: TrainConfig, text_fingerprint: str) -> list[str]:
-    """Refuse a checkpoint of another model or of other data; returns a line for every other field that changed.
+    Returns:
+      None where there is no checkpoint at all, but for interrupted writes.
 
     Raises:
-      CheckpointError: names every field that must not change, its value in the checkpoint and its value in this run.
+      CheckpointError: all of them are damaged.
+      TryAgainError: one cannot be read, for another reason than its content.
     """
-    differences = differing_fields(_with_defaults(meta.config, config), to_json(config))
-    refused = [line for line in differences if line.startswith(_FIXED) and not line.startswith(_FREE)]
-    if refused:
-        raise CheckpointError(
-            f"the checkpoint of step {meta.step} belongs to another run; these fields must be the same to continue:\n"
-            + "\n".join(f"  - {line}" for line in refused)
-            + "\nSet them to the values in the checkpoint, or start anew with another --run-dir and without --resume."
-        )
-    if meta.text_fingerprint != text_fingerprint:
-        raise CheckpointError(
-            f"the text changed since step {meta.step} was saved (fingerprint {meta.text_fingerprint[:12]} then, "
-            f"{text_fingerprint[:12]} now), so the position in the data means nothing; bring back the text of "
-            "--data.path (or the same Python version), or start anew with another --run-dir and without --resume"
-        )
-    return [line for line in differences if not line.startswith(("resume:", "run_dir:", "platform:", "distributed."))]
+    folder, skipped = run_dir.absolute() / CHECKPOINT_FOLDER, []
+    steps, _, problem = _try_to_read(functools.partial(checkpoint_steps, folder))
+    if steps is None:
+        raise TryAgainError(_unreadable(folder, problem))
+    for step in reversed(steps):
+        found, outcome, problem = _try_to_read(functools.partial(_read_meta, folder / str(step)))
+        if outcome == _UNREADABLE:
+            raise TryAgainError(_unreadable(folder / str(step), problem))
+        if found is not None:
+            return found
+        skipped.append(f"{step}: incomplete or damaged, {problem}")
+    if skipped:
+        raise CheckpointError(_nothing_to_resume(folder, skipped))
+    return None
 
 
-def _with_defaults(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """A saved configuration with the fields that its version did not have: their defaults are what it did."""
-    known = to_json(TrainConfig(model=config.model))
-    for field in dataclasses.fields(config.model):
-        if field.default is dataclasses.MISSING:
-            del known["model"][field.name]
-        else:
-            is_group = dataclasses.is_dataclass(field.default)
-            known["model"][field.name] = dataclasses.asdict(field.default) if is_group else field.default
+def checkpoint_steps(folder: pathlib.Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, in order.
 
-    def fill(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-        both = {name: fill(old[name], new[name]) for name in new if isinstance(old.get(name), dict)}
-        return {**new, **old, **both}
-
-    return fill(saved, json.loads(json.dumps(known)))
+    Raises:
+      OSError: there is a folder, and it cannot be looked into.
+    """
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
 
 
 def _by_name(state: TrainState) -> dict[str, Any]:
     """Leaves by tree path: plain names outlive the classes that hold the arrays."""
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def _damaged(step: int, error: Exception) -> str:
-    return f"{step}: incomplete or damaged, {_first_line(error)}"
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -323,6 +336,31 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def _try_to_read[T](read: Callable[[], T]) -> tuple[T | None, int, str]:
+    """(what was read, how it went, why it went wrong). In a job of many processes another host may have written it a
+    moment ago, so that not all of it shows."""
+    for pause in (*_PAUSES_S, None):
+        try:
+            return read(), _READ, ""
+        except Exception as error:  # whatever a damaged file makes of the reader
+            may_pass = _may_pass(error)
+            if pause is None or (not may_pass and distributed.num_processes() == 1):
+                return None, _UNREADABLE if may_pass else _DAMAGED, _first_line(error)
+            time.sleep(pause)
+    raise AssertionError("the last pause is None")
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a read failed for another reason than what is on disk."""
+    if isinstance(error, OSError):
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    return isinstance(error, MemoryError) or str(error).startswith(_NOT_THE_CONTENT)
+
+
+def _read_all(folder: pathlib.Path, names: dict[str, Any]) -> tuple[Meta, dict[str, Any]]:
+    return _read_meta(folder), _read_arrays(folder, names)
+
+
 def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:
     """Not by orbax's manager, which waits for the other processes: where one fails, the rest would wait for ever."""
     return ocp.StandardCheckpointHandler().restore(epath.Path(folder) / "state", args=ocp.args.StandardRestore(names))
@@ -330,13 +368,25 @@ def _read_arrays(folder: pathlib.Path, names: dict[str, Any]) -> dict[str, Any]:
 
 def _read_meta(folder: pathlib.Path) -> Meta:
     values = ocp.JsonCheckpointHandler().restore(epath.Path(folder) / "meta")
-    fields = {field.name: values[field.name] for field in dataclasses.fields(Meta)}
-    return Meta(**fields)
+    known = {field.name: field.default for field in dataclasses.fields(Meta)}
+    return Meta(
+        **{
+            name: values[name] if default is dataclasses.MISSING else values.get(name, default)
+            for name, default in known.items()
+        }
+    )
 
 
 def _interrupted(folder: pathlib.Path) -> list[str]:
     """Names of the folders that a killed run was still writing."""
     return sorted(path.name for path in folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+
+
+def _unreadable(folder: pathlib.Path, reason: str) -> str:
+    return (
+        f"the checkpoint {folder} cannot be read ({reason}), which does not mean that it is damaged; mend the store "
+        "and start again with --resume, or move that folder away to continue from the checkpoint before it"
+    )
 
 
 def _nothing_to_resume(folder: pathlib.Path, skipped: Collection[str]) -> str:

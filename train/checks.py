@@ -15,6 +15,7 @@ from models.fields import is_count, nearest, wrong_types
 from models.sharding import check_divisibility
 from ring_jax.layouts import LAYOUTS, required_multiple
 from train import profiling
+from train.cluster import find_cluster
 from train.config import (
     MESH_AXES,
     CheckpointConfig,
@@ -27,7 +28,6 @@ from train.config import (
     TrainConfig,
     WatchConfig,
 )
-from train.distributed import find_cluster
 from train.tokenizer import load_tokenizer, size_problem
 
 
@@ -99,8 +99,8 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "optimizer.clip_norm": (*_POSITIVE, "1.0"),
     "checkpoint.every": _COUNT,
     "checkpoint.keep": _COUNT,
-    "watch.spike_z": ("greater than 0", lambda value: value > 0, "8"),
-    "watch.stall_factor": ("greater than 1", lambda value: value > 1, "20"),
+    "watch.spike_z": (*_POSITIVE, "8 (1e9: no alarm)"),
+    "watch.stall_factor": ("greater than 1 and finite", lambda value: 1 < value < math.inf, "20 (1e9: no alarm)"),
     "watch.max_skipped_in_a_row": _COUNT,
     "watch.max_rollbacks": _COUNT,
     "checkpoint.keep_best": ("at least 0", lambda value: value >= 0, "1"),

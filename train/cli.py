@@ -14,15 +14,18 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import tyro
 from rich.console import Console
 
 from models.fields import wrong_types
 from train import distributed, platform
 from train.checks import validate
+from train.cluster import find_cluster
 from train.config import DataConfig, TrainConfig, nearest
-from train.errors import SaveError
+from train.errors import DataError, RunDirError, SaveError, TryAgainError
 from train.unwritten import standard_output
+from train.watchdog import LOST
 
 COMMANDS = (
     "run", "prepare", "tokenizer", "plan", "rehearse", "generate", "score", "evaluate", "import-hf", "export-hf"
@@ -41,6 +44,10 @@ _HELP = f"""{_USAGE}
 {_PROGRAM} COMMAND CONFIG --help lists every field of the configuration."""
 
 
+FAILURES = (FloatingPointError, SaveError, DataError)
+"""What ends a run that was asked for rightly: said in one message, exit code 1."""
+
+
 class UsageError(Exception):
     """What was typed cannot be done; the message says why and what can."""
 
@@ -52,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
       The exit code. 0: done. 1: too many steps in a row were skipped because the loss was not finite, or the last
       checkpoint or the summary could not be written. 2: something that was typed is wrong. 3: of a plan, nothing fits;
       of a rehearsal, the step does not fit. 4: of a rehearsal, a hop of the ring is exposed. 75: another process of the
-      job was lost. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
+      job was lost or came too late, or a checkpoint cannot be read: the same command helps. 130, 143: ended early by
+      SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)
@@ -72,7 +80,10 @@ def main(argv: Sequence[str]) -> int:
     except (UsageError, distributed.JoinError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (FloatingPointError, SaveError) as error:
+    except TryAgainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return LOST
+    except FAILURES as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -84,6 +95,8 @@ def _exit_code(error: BaseException) -> int:
     """Exit code of a process of a larger job that ends with this error."""
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, TryAgainError):
+        return LOST
     return 2 if isinstance(error, (UsageError, distributed.JoinError)) else 1
 
 
@@ -227,7 +240,7 @@ def _run(config: TrainConfig, *, resume_command: str) -> int:
     """Check everything, then train."""
     # What needs no device comes first, so nothing is started in vain.
     _check(config, None, environment=os.environ)
-    cluster = distributed.find_cluster(config.distributed, os.environ)
+    cluster = find_cluster(config.distributed, os.environ)
     with distributed.joined(cluster, config.distributed, platform=config.platform, exit_code=_exit_code):
         return _run_process(config, resume_command=resume_command)
 
@@ -235,6 +248,7 @@ def _run(config: TrainConfig, *, resume_command: str) -> int:
 def _run_process(config: TrainConfig, *, resume_command: str) -> int:
     """The part of the run that is this process's."""
     devices = platform.prepare(config.mesh.num_devices, config.platform, num_processes=distributed.num_processes())
+    _check_slice(devices.kind)
     _check(config, devices.count, device_kind=devices.kind)
     try:
         platform.check_remat(config.model.remat)
@@ -253,8 +267,19 @@ def _run_process(config: TrainConfig, *, resume_command: str) -> int:
         quiet = not distributed.is_main()
         plain = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
         return loop.train(run, Console(file=standard_output(), quiet=quiet, **plain))
-    except checkpoint.CheckpointError as error:
+    except (checkpoint.CheckpointError, RunDirError) as error:
         raise UsageError(str(error)) from None
+
+
+def _check_slice(device_kind: str) -> None:
+    """JAX on a host of a slice sees the others, though nobody joined them to a job; all would write as the first."""
+    if device_kind == "cpu" or jax.process_count() == distributed.num_processes():
+        return
+    raise UsageError(
+        f"JAX finds {jax.process_count()} processes behind the devices ({device_kind}), but this job has "
+        f"{distributed.num_processes()}; add --distributed.cluster jax, or name the processes with "
+        "--coordinator-address, --num-processes and --process-id"
+    )
 
 
 def _check(config: TrainConfig, num_devices: int | None, **known: Any) -> None:

@@ -216,7 +216,7 @@ class TrainConfig:
     run_dir: str | None = None
     """Folder for everything the run writes. None: runs/<name of the config file>."""
     resume: bool = False
-    """Continue from the last complete checkpoint of the run directory."""
+    """Continue from the last complete checkpoint of the run directory, or start where it has none yet."""
     platform: Platform = "auto"
     """auto: the accelerator, if there is one. cpu: CPU devices, simulated when the mesh needs more than there are."""
 
@@ -231,15 +231,17 @@ def to_json(config: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def differing_fields(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `field: saved value -> current value` for every leaf in which two configurations differ."""
+def differing_fields(
+    saved: dict[str, Any], current: dict[str, Any], prefix: str = "", *, where: str = "the checkpoint"
+) -> list[str]:
+    """Lines `field: value in {where}, value in this run` for every leaf in which two configurations differ."""
     lines = []
     for name in sorted(saved.keys() | current.keys()):
         old, new = saved.get(name, "(absent)"), current.get(name, "(absent)")
         if isinstance(old, dict) and isinstance(new, dict):
-            lines += differing_fields(old, new, f"{prefix}{name}.")
+            lines += differing_fields(old, new, f"{prefix}{name}.", where=where)
         elif old != new:
-            lines.append(f"{prefix}{name}: {old} in the checkpoint, {new} in this run")
+            lines.append(f"{prefix}{name}: {old} in {where}, {new} in this run")
     return lines
 
 

@@ -8,10 +8,12 @@ Process 0 alone writes logs, metrics and summaries. In a job of one process all 
 """
 
 import contextlib
-import dataclasses
 import json
+import os
 import pathlib
 import socket
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping
@@ -22,22 +24,15 @@ import numpy as np
 from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
+from train.cluster import Cluster
 from train.config import DistributedConfig
+from train.errors import TryAgainError
 from train.save_barrier import SaveBarrier
 from train.watchdog import LOST, Watchdog
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """How the processes find each other. None: `jax.distributed.initialize` finds out itself."""
-
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-
-
 class JoinError(ValueError):
-    """This process could not become one of the job."""
+    """This process cannot be one of the job: it was started in another way."""
 
 
 class Job:
@@ -47,52 +42,18 @@ class Job:
         self.process, self.num_processes = 0, 1
         self.watchdog: Watchdog | None = None
         self.client: Any = None
-        self.start_timeout = 300
         self.batch_shapes: str | None = None
         self.num_compared = 0
 
 
 _job = Job()
 _SHOWS_WITHIN_S = 20.0
-
-# Who tells how many processes there are and which this one is; JAX finds the address of the first one by itself.
-_LAUNCHERS = {
-    "SLURM": ("SLURM_NTASKS", "SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ()),
-}
-
-
-def find_cluster(config: DistributedConfig, environment: Mapping[str, str]) -> Cluster | None:
-    """Where this process belongs, from the flags or else from the environment; None when it is alone.
-
-    Environment: JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (or the JOB_COMPLETION_INDEX of an
-    indexed Kubernetes Job, which a JobSet consists of), SLURM, Open MPI, and Cloud TPU slices of several hosts.
-
-    Raises:
-      ValueError: flags or variables that contradict each other, or are not complete.
-    """
-    given = (config.coordinator_address, config.num_processes, config.process_id)
-    if config.cluster == "none":
-        return None
-    if config.cluster == "jax":
-        return Cluster()
-    if any(value is not None for value in given):
-        return _complete("--coordinator-address, --num-processes and --process-id", *given)
-    address = environment.get("JAX_COORDINATOR_ADDRESS")
-    for count, process, others in _LAUNCHERS.values():
-        if all(name in environment for name in (count, process, *others)):
-            size = _number(environment, count)
-            rank = _number(environment, process)
-            return Cluster(coordinator_address=address, num_processes=size, process_id=rank) if size > 1 else None
-    if "JAX_NUM_PROCESSES" in environment:
-        process = "JAX_PROCESS_ID" if "JAX_PROCESS_ID" in environment else "JOB_COMPLETION_INDEX"
-        rank = _number(environment, process) if process in environment else None
-        names = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (or JOB_COMPLETION_INDEX)"
-        found = _complete(names, address, _number(environment, "JAX_NUM_PROCESSES"), rank)
-        return found if found.num_processes != 1 else None
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
-        return Cluster()
-    return None
+_JAX_MARGIN_S = 60
+_LOOKS_EVERY_S, _LEAST_BYTES = 5.0, 2**20
+# The watchdog ends the wait for a process that is lost or gets nowhere, and says which; one that is late may be reading
+# its text for hours.
+_NO_LIMIT_MS = 2**31 - 1
+_LATE = ("DEADLINE_EXCEEDED", "UNAVAILABLE")
 
 
 @contextlib.contextmanager
@@ -106,7 +67,7 @@ def joined(
     """Be one process of the job; an error inside ends the process, after telling the others why.
 
     Args:
-      cluster: from `find_cluster`; with None there is nothing to join, and errors go their way.
+      cluster: from `train.cluster.find_cluster`; with None there is nothing to join, and errors go their way.
       config: the time limits.
       platform: the run's `platform`; CPU devices of several processes talk by gloo.
       exit_code: what the process exits with after an error.
@@ -121,7 +82,7 @@ def joined(
         _leave_in_error(watchdog, error, exit_code(error))
     # Process 0 may still write and sample: JAX's own shutdown would end it after the heartbeat's limit.
     at("waiting for the other processes to end", 0)
-    _job.client.wait_at_barrier("the end", 1000 * config.stall_timeout)
+    _job.client.wait_at_barrier("the end", _NO_LIMIT_MS)
     watchdog.stop()
     jax.distributed.shutdown()
 
@@ -142,6 +103,40 @@ def at(phase: str, step: int) -> None:
         _job.watchdog.at(phase, step)
 
 
+@contextlib.contextmanager
+def reading(what: str, step: int) -> Generator[None]:
+    """A call that reads or writes much and does not come back meanwhile: as long as bytes move, it gets somewhere."""
+    at(f"reading the {what}", step)
+    if not _job.watchdog:
+        yield
+        return
+    done = threading.Event()
+
+    def look() -> None:
+        before = _bytes_moved()
+        while not done.wait(_LOOKS_EVERY_S):
+            if _bytes_moved() - before >= _LEAST_BYTES:
+                before = _bytes_moved()
+                at(f"reading the {what}", step)
+
+    thread = threading.Thread(target=look, name="reading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _bytes_moved() -> int:
+    """Bytes that this process has read and written so far; 0 where the system does not tell."""
+    try:
+        lines = pathlib.Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
 def largest(value: int) -> int:
     """The largest value of all processes; all of them have to call it."""
     if _job.num_processes == 1:
@@ -154,14 +149,30 @@ def any_process(flag: bool) -> bool:
     return largest(int(flag)) == 1
 
 
+def from_main(value: Any) -> Any:
+    """Process 0's value, plain JSON, on all processes; all of them have to call it.
+
+    Decides what depends on a file system that they share: each may see a change at another time.
+    """
+    if _job.num_processes == 1:
+        return value
+    _job.num_compared += 1
+    place = f"ring_jax/main/{_job.num_compared}"
+    if is_main():
+        _job.client.key_value_set(place, json.dumps(value))
+    return json.loads(_job.client.blocking_key_value_get(place, _NO_LIMIT_MS))
+
+
 def gather(text: str) -> list[str]:
     """The text of every process, in order, through the coordination service; all processes have to call it."""
     if _job.num_processes == 1:
         return [text]
     _job.num_compared += 1
-    place, limit = f"ring_jax/gather/{_job.num_compared}", _job.start_timeout * 1000
+    place = f"ring_jax/gather/{_job.num_compared}"
     _job.client.key_value_set(f"{place}/{_job.process}", text)
-    return [_job.client.blocking_key_value_get(f"{place}/{process}", limit) for process in range(_job.num_processes)]
+    return [
+        _job.client.blocking_key_value_get(f"{place}/{process}", _NO_LIMIT_MS) for process in range(_job.num_processes)
+    ]
 
 
 def save_barrier() -> SaveBarrier | None:
@@ -170,7 +181,8 @@ def save_barrier() -> SaveBarrier | None:
 
 
 def check_same(name: str, values: Mapping[str, Any]) -> None:
-    """Wait until all processes have come here, and compare what they bring; no device is used.
+    """Wait until all processes have come here, and compare what they bring; no device is used. For a process that does
+    not come the watchdog ends the wait.
 
     Raises:
       JoinError: this process differs from process 0; names the process, the fields and both values.
@@ -180,10 +192,10 @@ def check_same(name: str, values: Mapping[str, Any]) -> None:
     at(f"comparing the {name} of all processes", 0)
     text = json.dumps(values, sort_keys=True, default=str)
     _job.num_compared += 1
-    key, limit = f"ring_jax/same/{_job.num_compared}", _job.start_timeout * 1000
+    key = f"ring_jax/same/{_job.num_compared}"
     if is_main():
         _job.client.key_value_set(key, text)
-    first = json.loads(_job.client.blocking_key_value_get(key, limit))
+    first = json.loads(_job.client.blocking_key_value_get(key, _NO_LIMIT_MS))
     mine = json.loads(text)
     lines = [
         f"  - {field}: {mine.get(field, '(absent)')} here, {first.get(field, '(absent)')} in process 0"
@@ -195,7 +207,7 @@ def check_same(name: str, values: Mapping[str, Any]) -> None:
             f"the {name} of process {_job.process} on {socket.gethostname()} must be that of process 0, but these "
             "differ:\n" + "\n".join(lines) + "\nStart every process from the same files with the same flags."
         )
-    _job.client.wait_at_barrier(key, limit)
+    _job.client.wait_at_barrier(key, _NO_LIMIT_MS)
 
 
 def check_shared(folder: pathlib.Path) -> None:
@@ -211,7 +223,7 @@ def check_shared(folder: pathlib.Path) -> None:
     if is_main():
         path.touch()
     check_same("folders", {})  # it is there when the others have passed
-    blind = [process for process, host in enumerate(gather("" if _is_there(path) else socket.gethostname())) if host]
+    blind = [process for process, host in enumerate(gather("" if wait_for(path) else socket.gethostname())) if host]
     if is_main():
         path.unlink()
     if blind:
@@ -221,9 +233,9 @@ def check_shared(folder: pathlib.Path) -> None:
         )
 
 
-def _is_there(path: pathlib.Path) -> bool:
+def wait_for(path: pathlib.Path) -> bool:
     """Whether a new file of another host shows, which may take a network file system some seconds."""
-    deadline = time.monotonic() + _SHOWS_WITHIN_S
+    deadline = time.monotonic() + (_SHOWS_WITHIN_S if _job.num_processes > 1 else 0.0)
     while not path.exists():
         if time.monotonic() > deadline:
             return False
@@ -276,24 +288,25 @@ def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> Watc
     jax.config.update("jax_enable_preemption_service", False)
     if platform == "cpu" or jax.config.jax_platforms == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    alarm = threading.Timer(config.start_timeout, _come_too_late, [_not_joined(cluster, config, "no answer in time")])
+    alarm.daemon = True
+    alarm.start()
     try:
         jax.distributed.initialize(
             coordinator_address=cluster.coordinator_address,
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
-            initialization_timeout=config.start_timeout,
+            initialization_timeout=config.start_timeout + _JAX_MARGIN_S,
             heartbeat_timeout_seconds=3 * config.heartbeat_timeout,  # the watchdog comes first, and says more
             shutdown_timeout_seconds=config.heartbeat_timeout,
         )
     except (RuntimeError, ValueError) as error:
-        raise JoinError(
-            f"this process could not join the job ({cluster}): {error}. All processes must start within "
-            f"--distributed.start-timeout {config.start_timeout} s of each other, with the same coordinator address "
-            "and number of processes, and reach that address"
-        ) from error
+        kind = TryAgainError if any(word in str(error) for word in _LATE) else JoinError
+        raise kind(_not_joined(cluster, config, error)) from error
+    finally:
+        alarm.cancel()
     state = jax_distributed.global_state  # the key-value store has no public name; orbax uses it like this, too
     _job.process, _job.num_processes, _job.client = state.process_id, state.num_processes, state.client
-    _job.start_timeout = config.start_timeout
     _job.watchdog = Watchdog(
         state.client,
         process=state.process_id,
@@ -305,33 +318,24 @@ def _join(cluster: Cluster, config: DistributedConfig, *, platform: str) -> Watc
     return _job.watchdog
 
 
+def _come_too_late(message: str) -> None:
+    """JAX aborts the process when another one does not come, with a stack trace; so it may not come to that."""
+    with contextlib.suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(LOST)
+
+
+def _not_joined(cluster: Cluster, config: DistributedConfig, reason: object) -> str:
+    return (
+        f"this process could not join the job ({cluster}): {reason}. All processes must start within "
+        f"--distributed.start-timeout {config.start_timeout} s of each other, with the same coordinator address and "
+        "number of processes, and reach that address"
+    )
+
+
 def _leave_in_error(watchdog: Watchdog, error: BaseException, code: int) -> None:
     is_symptom = isinstance(error, jax.errors.JaxRuntimeError)
     if is_symptom and "RESOURCE_EXHAUSTED" in str(error):
         is_symptom = False
     message, code = watchdog.explain(error, code=LOST if is_symptom else code, is_symptom=is_symptom)
     watchdog.leave(message, code)
-
-
-def _complete(names: str, address: str | None, count: int | None, process: int | None) -> Cluster:
-    if address is None or count is None or process is None:
-        raise ValueError(
-            f"{names} must be given together; got coordinator address {address}, number of processes {count}, "
-            f"process id {process}"
-        )
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"coordinator address {address!r} must be HOST:PORT of process 0; for example node0:55527")
-    if not 0 <= process < count:
-        raise ValueError(
-            f"process id {process} must be at least 0 and below the number of processes {count}; number them 0 to "
-            f"{max(count - 1, 0)}"
-        )
-    return Cluster(coordinator_address=address, num_processes=count, process_id=process)
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.isdigit():
-        raise ValueError(f"the environment variable {name}={text!r} must be a whole number; unset or correct it")
-    return int(text)

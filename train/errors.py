@@ -7,3 +7,11 @@ class SaveError(RuntimeError):
 
 class DataError(ValueError):
     """The data of a run can no longer be read; the message names the file and the reason."""
+
+
+class TryAgainError(RuntimeError):
+    """What stands in the way may pass: a process that is late, a store that cannot be read. The same command helps."""
+
+
+class RunDirError(ValueError):
+    """The run directory is not one that this run can write into."""

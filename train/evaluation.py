@@ -19,17 +19,24 @@ from train.state import TrainState
 from train.step import make_eval_step, place_batch
 
 BATCHES_AHEAD = 2
+_BATCHES_A_SIGNAL = 4
 
 
 def make_evaluate(
-    config: TrainConfig, mesh: Mesh, corpus: Corpus, stop: StopRequest, curve: PositionCurve | None = None
+    config: TrainConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    stop: StopRequest,
+    curve: PositionCurve | None = None,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[TrainState, int | None], float | None]:
     """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between.
 
     Where these batches hold no target at all, the next are read until one does; without any the loss is NaN.
 
     An eval step may return, after its loss and count, the global sums and counts of `loss_by_position`: these go into
-    `curve`, which then holds the last evaluation.
+    `curve`, which then holds the last evaluation. `on_batch` is called before each batch; before some of them the
+    processes of a job agree on whether a signal came.
     """
     eval_step = make_eval_step(config, mesh)
     indices = local_data_indices(mesh)
@@ -48,9 +55,12 @@ def make_evaluate(
         with Prefetch(iter(held_out), num_batches=BATCHES_AHEAD) as ahead:
             done = 0
             while num_batches is None or done < num_batches or not count:
-                batch, done = next(ahead, None), done + 1
-                if batch is None:
+                if (batch := next(ahead, None)) is None:
                     break
+                on_batch()
+                if done % _BATCHES_A_SIGNAL == 0:
+                    stop.settle()
+                done += 1
                 if stop.requested:
                     return None
                 distributed.at("evaluation", int(state.step))

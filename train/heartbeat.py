@@ -20,6 +20,8 @@ from train.unwritten import Unwritten
 
 HEARTBEAT_FILE = "heartbeat.json"
 STEP_PHASE = "step"
+_OTHER_PHASES = ("evaluate", "checkpoint", "rollback")
+_OTHER_FACTOR = 10
 _NUM_STEPS_FOR_MEDIAN = 64
 _MIN_STEPS_FOR_MEDIAN = 3
 
@@ -45,7 +47,7 @@ class Heartbeat:
           step: steps done so far.
           stall_factor: a step may take this many times the median of the last ones...
           on_stall: called with (step, message) from the heartbeat's thread, once for each stall.
-          stall_min_s: ... but at least so many seconds.
+          stall_min_s: ... but at least so many seconds; a checkpoint, a return or a held-out batch ten times as long.
           period_s: time between two beats.
           unwritten: counts the beats that could not be written.
         """
@@ -64,6 +66,11 @@ class Heartbeat:
         with self._lock:
             self._phase, self._since = phase, time.time()
             self._step = self._step if step is None else step
+            self._begun, self._stalled = time.monotonic(), False
+
+    def pulse(self) -> None:
+        """Say that the phase gets somewhere."""
+        with self._lock:
             self._begun, self._stalled = time.monotonic(), False
 
     def stepped(self, step: int, seconds: float, *, compiled: bool) -> None:
@@ -105,14 +112,18 @@ class Heartbeat:
 
     def _check_stall(self) -> None:
         with self._lock:
-            waited, times = time.monotonic() - self._begun, list(self._step_times)
-            if self._phase != STEP_PHASE or self._stalled or len(times) < _MIN_STEPS_FOR_MEDIAN:
+            waited, times, phase = time.monotonic() - self._begun, list(self._step_times), self._phase
+            if phase not in (STEP_PHASE, *_OTHER_PHASES) or self._stalled or len(times) < _MIN_STEPS_FOR_MEDIAN:
                 return
             median = statistics.median(times)
-            if waited <= max(self._stall_min_s, self._stall_factor * median):
+            factor = 1 if phase == STEP_PHASE else _OTHER_FACTOR
+            if waited <= factor * max(self._stall_min_s, self._stall_factor * median):
                 return
             self._stalled, step = True, self._step
-        self._on_stall(step, f"no step for {waited:.0f} s (median {median:.2f} s), the program is in {self._place()}")
+        what = "no step" if phase == STEP_PHASE else f"no end of the phase {phase!r}"
+        self._on_stall(
+            step, f"{what} for {waited:.0f} s (median of the steps {median:.2f} s), the program is in {self._place()}"
+        )
 
     def _place(self) -> str:
         """Where the main thread is, innermost line of this program first."""

@@ -5,6 +5,7 @@ is a sequence of steps, and between two steps its whole state is a `Progress`, w
 run that was killed and resumed writes the same losses, to the bit, as one that never stopped (on the same mesh).
 """
 
+import contextlib
 import functools
 import pathlib
 from typing import Any
@@ -17,21 +18,16 @@ from models.sharding import weight_notes
 from ring_jax import make_mesh
 from train import checkpoint, distributed, metrics, report
 from train.bigram import bigram_bits_per_byte
+from train.compatible import check_text
 from train.config import TrainConfig, clamp_warmup, to_json
 from train.data import batches, load_corpus, local_data_indices
 from train.evaluation import BATCHES_AHEAD, make_evaluate
 from train.finish import finish
 from train.notes import notes
 from train.prefetch import Prefetch
-from train.resume import (
-    Progress,
-    Run,
-    check_run_dir,
-    check_saved,
-    report_failure,
-    restore,
-)
+from train.resume import Progress, Run, check_saved, find_start, report_failure, restore
 from train.rows import BatchIterator
+from train.run_dir import CONFIG_FILE, check_run_dir, make_run_dir, sole_writer
 from train.run_steps import Steps
 from train.signals import StopRequest
 from train.state import TrainState
@@ -47,16 +43,20 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
 
     Raises:
       ValueError: the run directory, the text or the checkpoint does not fit the configuration.
+      TryAgainError: the checkpoint cannot be read.
     """
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
     check_run_dir(run_dir, resume=config.resume)
-    said = [*notes(config), *weight_notes(config.model, config.mesh.sizes())]
+    make_run_dir(run_dir)
+    said, meta = [*notes(config), *weight_notes(config.model, config.mesh.sizes())], None
     config = clamp_warmup(config)
-    corpus = load_corpus(config.data, say=functools.partial(print, flush=True))
     if config.resume:
-        meta = checkpoint.read_newest_meta(run_dir)
-        changes = checkpoint.check_compatible(meta, config, corpus.fingerprint)
-        said += [f"changed since the checkpoint: {line}" for line in changes]
+        meta, changes = find_start(run_dir, config)
+        said += changes
+    with distributed.reading("text", 0):
+        corpus = load_corpus(config.data, say=functools.partial(print, flush=True))
+        if meta:
+            check_text(meta, config, corpus.fingerprint)
     return Run(config=config, run_dir=run_dir, corpus=corpus, resume_command=resume_command, notes=said)
 
 
@@ -68,24 +68,33 @@ def train(run: Run, console: Console) -> int:
 
     Raises:
       CheckpointError: no checkpoint could be restored.
+      RunDirError: another run writes into the run directory, or has done so since `prepare`.
       SaveError: the last checkpoint or `summary.json` could not be written; everything else was done.
       JoinError: the processes of the job were not started alike.
+      TryAgainError: a checkpoint cannot be read, or a run on another machine writes into the run directory.
       FloatingPointError: too many steps in a row were skipped, because loss or gradient norm was not finite.
     """
-    distributed.check_same("configuration", _fingerprint(run))  # none writes before all found the directory as it was
+    alone = sole_writer(run.run_dir, console.print) if distributed.is_main() else contextlib.nullcontext()
+    with alone:
+        if distributed.is_main():
+            check_run_dir(run.run_dir, resume=run.config.resume)  # while the text was read, another run may have come
+        return _train(run, console)
+
+
+def _train(run: Run, console: Console) -> int:
+    distributed.check_same("configuration", _fingerprint(run))  # before that, nothing but the lock is written
     shape = run.config.mesh
     mesh = make_mesh(data=shape.data, tensor=shape.tensor, pipeline=shape.pipeline, sequence=shape.sequence)
     abstract, bigram = abstract_state(run.config, mesh), _bigram(run)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
     report.introduce(console, run.config, run.corpus, num_params=num_params, bigram=bigram, notes=run.notes)
 
-    run.run_dir.mkdir(parents=True, exist_ok=True)
     distributed.check_shared(run.run_dir)
     unwritten, store, data = Unwritten(console.print), _open_store(run), _open_data(run, mesh)
     progress = _begin(run, mesh, store, data, abstract, console)
     if distributed.is_main():
-        with unwritten.attempt("config.json"):
-            metrics.write_json(run.run_dir / "config.json", to_json(run.config))
+        with unwritten.attempt(CONFIG_FILE):
+            metrics.write_json(run.run_dir / CONFIG_FILE, to_json(run.config))
     watch = Watcher(
         run.config,
         run.run_dir,
@@ -98,16 +107,16 @@ def train(run: Run, console: Console) -> int:
     )
     share = distributed.largest if distributed.num_processes() > 1 else None
     with StopRequest(share) as stop, watch, Prefetch(data, num_batches=BATCHES_AHEAD) as ahead:
-        evaluate = make_evaluate(run.config, mesh, run.corpus, stop, watch.curve)
+        evaluate = make_evaluate(run.config, mesh, run.corpus, stop, watch.curve, watch.pulse)
         steps = Steps(run, mesh, ahead, store, evaluate, stop, watch, console, unwritten)
         try:
             held_out_loss = steps.run_to_the_end(progress)
         except FloatingPointError:  # raised on all processes alike
-            report_failure(console, store.close())  # what was saved before is worth keeping
+            report_failure(console, store.close())
             raise
-        if held_out_loss is None and not stop.requested:  # resumed after its last step
-            with watch.phase("evaluate"):
-                held_out_loss = evaluate(progress.state, None)
+        except BaseException:  # what was saved before is worth keeping
+            store.wait()
+            raise
         with watch.phase("checkpoint"):
             problem = store.close()
         report_failure(console, problem)
@@ -188,12 +197,11 @@ def _begin(
     abstract: TrainState,
     console: Console,
 ) -> Progress:
-    """A new state, or that of the last checkpoint; `data` is put to its position."""
-    if not run.config.resume:
-        return Progress(state=init_state(run.config, mesh), step=0, data_state=data.get_state())
-    progress = restore(run, store, abstract, console)
-    data.set_state(progress.data_state)
-    return progress
+    """A new state, or that of the last checkpoint, where there is one; `data` is put to its position."""
+    if run.config.resume and (progress := restore(run, store, abstract, console)):
+        data.set_state(progress.data_state)
+        return progress
+    return Progress(state=init_state(run.config, mesh), step=0, data_state=data.get_state())
 
 
 def _fingerprint(run: Run) -> dict[str, Any]:

@@ -50,6 +50,20 @@ class MetricsLog:
         row = {"step": step, **_finite(values)}
         with self._unwritten.attempt(METRICS_FILE):
             self._rows.append((json.dumps(row, allow_nan=False) + "\n").encode(), line=True)
+        self._show_values(step, values)
+
+    def amend(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add to the row of `step`, where it is the last one; the old row stands until the new one does."""
+        path = self._run_dir / METRICS_FILE
+        with self._unwritten.attempt(METRICS_FILE):
+            rest, last = _split_last(path.read_bytes() if path.exists() else b"")
+            if last.get("step") == step:
+                self._rows.close()  # of the file that is replaced
+                line = json.dumps(last | _finite(values), allow_nan=False) + "\n"
+                write_text(path, rest.decode("utf-8", "replace") + line)
+        self._show_values(step, values)
+
+    def _show_values(self, step: int, values: Mapping[str, Any]) -> None:
         now = time.time()
         # A value that is not finite is a gap in the curve.
         scalars = [board_summary.scalar(name, number) for name, number in _flat(values) if math.isfinite(number)]
@@ -174,6 +188,15 @@ def drop_rows_after(run_dir: pathlib.Path, step: int) -> int:
     return sum(row["step"] > step for row in rows)
 
 
+def _split_last(content: bytes) -> tuple[bytes, dict[str, Any]]:
+    """(everything before the last row, that row); an empty row where the end is not one."""
+    rest, newline, line = content.rstrip(b"\n").rpartition(b"\n")
+    try:
+        return rest + newline, json.loads(line)
+    except ValueError:
+        return content, {}
+
+
 def _step_of(line: bytes) -> int | None:
     try:
         return json.loads(line)["step"]
@@ -185,12 +208,14 @@ def _finite(value: Any) -> Any:
     """The value for JSON, which has no NaN and no infinity."""
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
-    return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def write_json(path: pathlib.Path, value: Any, *, lasting: bool = True) -> None:
-    """Write a JSON file at once, never half-written."""
-    write_text(path, json.dumps(value, indent=2) + "\n", lasting=lasting)
+    """Write a JSON file at once, never half-written; a number that is not finite is written as null."""
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n", lasting=lasting)
 
 
 def write_text(path: pathlib.Path, text: str, *, lasting: bool = True) -> None:

@@ -3,7 +3,9 @@
 What always holds: between two steps the whole state of a run is a `Progress`, and a checkpoint holds one.
 """
 
+import contextlib
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -12,11 +14,13 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from train import checkpoint, distributed, metrics, rollback
+from train.compatible import check_config, check_progress
 from train.config import TrainConfig, to_json
 from train.data import Corpus
 from train.errors import SaveError
 from train.pipeline import layer_order
 from train.prefetch import Prefetch
+from train.run_dir import CHECKPOINT_FOLDER, CONFIG_FILE
 from train.state import TrainState, reorder_layers, schedule_order
 from train.step import abstract_state
 from train.unwritten import Unwritten
@@ -47,33 +51,60 @@ class Progress:
     """State of the data iterator after the batch of `step`."""
 
 
-def check_run_dir(run_dir: pathlib.Path, *, resume: bool) -> None:
-    """A new run needs a free directory, a continued one needs its own."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={str(run_dir)!r} is a file; name a folder with --run-dir")
-    used = run_dir.is_dir() and any(run_dir.iterdir())
-    if used and not resume:
-        raise ValueError(
-            f"run_dir={str(run_dir)!r} already holds a run; continue it with --resume, choose another --run-dir, "
-            "or delete the folder"
+def find_start(run_dir: pathlib.Path, config: TrainConfig) -> tuple[checkpoint.Meta | None, list[str]]:
+    """What a run that is continued goes on from, and what changed; None: it was stopped before its first checkpoint.
+
+    Raises:
+      CheckpointError: it belongs to another run, all of its checkpoints are damaged, or they are gone.
+      TryAgainError: a checkpoint cannot be read.
+    """
+    meta = checkpoint.read_newest_meta(run_dir)
+    if meta is not None:
+        check_progress(meta, config)
+        changes = check_config(meta.config, config, f"the checkpoint of step {meta.step}")
+        return meta, [f"changed since the checkpoint: {line}" for line in changes]
+    if (run_dir / metrics.METRICS_FILE).exists() and not (run_dir / CHECKPOINT_FOLDER).is_dir():
+        raise checkpoint.CheckpointError(
+            f"--resume: {run_dir} holds {metrics.METRICS_FILE}, but its folder {CHECKPOINT_FOLDER} is gone; bring it "
+            "back (is it on a disk that is not mounted?), or delete the folder of the run and start without --resume"
         )
-    if resume and not (run_dir / checkpoint.CHECKPOINT_FOLDER).is_dir():
-        state = "holds no checkpoints" if run_dir.is_dir() else "does not exist"
-        raise ValueError(
-            f"--resume: run_dir={str(run_dir)!r} {state}, so there is nothing to continue; correct --run-dir, or start "
-            "without --resume"
-        )
+    changes = []
+    if (run_dir / CONFIG_FILE).exists():
+        saved = _read_config(run_dir / CONFIG_FILE)
+        changes = check_config(saved, config, f"run_dir={str(run_dir)!r}", where=CONFIG_FILE)
+    return None, [
+        f"--resume: {run_dir} holds no checkpoint yet, so the run starts at its first step",
+        *(f"changed since the run was started: {line}" for line in changes),
+    ]
 
 
-def restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, console: Console) -> Progress:
-    """The last complete checkpoint, and the metrics as they were when it was written."""
-    state, meta, skipped = store.restore(abstract)
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise checkpoint.CheckpointError(
+            f"--resume: {path} cannot be read ({error}); delete {path.parent}, which holds no checkpoint, or choose "
+            "another --run-dir"
+        ) from error
+
+
+def restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, console: Console) -> Progress | None:
+    """The last complete checkpoint, and the metrics as they were when it was written; None: there is none yet."""
+    skipped = store.remove_interrupted()
+    progress = None
+    if not store.is_empty():
+        state, meta, damaged = store.restore(abstract)
+        skipped += damaged
+        progress = Progress(state=in_this_order(run.config, state, meta), step=meta.step, data_state=meta.data_state)
     for line in skipped:
-        console.print(f"checkpoint {line}; moved to {run.run_dir / checkpoint.SET_ASIDE_FOLDER}")
-    console.print(f"continuing after step {meta.step}, from {store.folder / str(meta.step)}")
-    if distributed.is_main() and (dropped := metrics.drop_rows_after(run.run_dir, meta.step)):
-        console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {meta.step}: these steps run again")
-    return Progress(state=in_this_order(run.config, state, meta), step=meta.step, data_state=meta.data_state)
+        console.print(f"checkpoint {line}")
+    step = progress.step if progress else 0
+    console.print(
+        f"continuing after step {step}, from {store.folder / str(step)}" if progress else "starting at the first step"
+    )
+    if distributed.is_main() and (dropped := metrics.drop_rows_after(run.run_dir, step)):
+        console.print(f"dropped {dropped} rows of {metrics.METRICS_FILE} after step {step}: these steps run again")
+    return progress
 
 
 def in_this_order(config: TrainConfig, state: TrainState, meta: checkpoint.Meta) -> TrainState:
@@ -128,13 +159,16 @@ def make_meta(run: Run, progress: Progress) -> checkpoint.Meta:
         data_state=progress.data_state,
         config=to_json(run.config),
         text_fingerprint=run.corpus.fingerprint,
+        tokenizer=run.corpus.tokenizer.fingerprint,
     )
 
 
 def check_saved(store: checkpoint.CheckpointStore, unwritten: Unwritten) -> None:
     """Raises `SaveError` when what a run is for is not on disk: its last checkpoint, its summary."""
     if store.failure:
-        newest = max((int(path.name) for path in store.folder.iterdir() if path.name.isdigit()), default="none")
+        newest: int | str = "none"
+        with contextlib.suppress(OSError):  # the store is gone
+            newest = max(checkpoint.checkpoint_steps(store.folder), default="none")
         raise SaveError(
             f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
             f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"

@@ -8,16 +8,17 @@ have come.
 Step 57 shows the trouble. Its loss belongs to the parameters after step 56, so the batches of 56 (whose update may be
 to blame) and 57 are put on the list; the newest checkpoint of step 55 or before is good, because its parameters were
 seen to give a good loss at the next step. From 40, say, the steps to 55 run again on the same batches, and 56 takes the
-batch that comes after those of 57. Checkpoints after 40 are set aside.
+batch that comes after those of 57. Checkpoints after 40 are taken out of the way.
 """
 
+import contextlib
 import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from train.checkpoint import CheckpointError, CheckpointStore, Meta
+from train.checkpoint import CheckpointError, CheckpointStore, Meta, checkpoint_steps
 from train.metrics import write_json
 from train.state import TrainState
 from train.unwritten import Unwritten
@@ -81,21 +82,18 @@ class SkipList:
                 return batch, key
 
 
-def checkpoint_steps(folder: pathlib.Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, in order."""
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
-
-
 def last_good_step(folder: pathlib.Path, first_bad_step: int) -> int | None:
     """Step of the newest checkpoint whose parameters gave a good loss before the trouble began; None: there is none."""
-    good = [step for step in checkpoint_steps(folder) if step <= first_bad_step - 2]
+    good: list[int] = []
+    with contextlib.suppress(OSError):  # the store is gone
+        good = [step for step in checkpoint_steps(folder) if step <= first_bad_step - 2]
     return good[-1] if good else None
 
 
 def restore_before(
     store: CheckpointStore, abstract: TrainState, first_bad_step: int
 ) -> tuple[TrainState, Meta, list[str]]:
-    """The newest good checkpoint; later ones are moved to `checkpoints_incomplete`, because their steps run again.
+    """The newest good checkpoint; later ones are taken out of the way, because their steps run again.
 
     Raises:
       CheckpointError: there is none; ask `last_good_step` first.

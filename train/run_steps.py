@@ -40,10 +40,14 @@ class Steps:
     unwritten: Unwritten
 
     def run_to_the_end(self, progress: Progress) -> float | None:
-        """Advance `progress` to the last step or to a signal; returns the held-out loss after the last step."""
+        """Advance `progress` to the last step or to a signal; returns the held-out loss after the last step.
+
+        The last step is saved before all held-out text is read, which a signal may cut short: None, as before the last
+        step. Then a resumed run only does that.
+        """
         config, watch, stop = self.run.config, self.watch, self.stop
         train_step = make_train_step(config, self.mesh)
-        first_step, held_out_loss = progress.step + 1, None
+        first_step, saved = progress.step + 1, None
         with (
             _open_log(self.run, first_step, self.unwritten) as log,
             report.StepReporter(self.console, first_step=first_step, num_steps=config.num_steps) as reporter,
@@ -67,29 +71,44 @@ class Steps:
                 first_bad_step = watch.judge(progress.step, row, self.store.folder, settle=self.store.settle)
                 if first_bad_step is not None:
                     self._go_back(progress, first_bad_step, log)
+                    saved = None
                     batch = _next_batch(watch, self.data, config, self.mesh, progress.step)
                     continue
                 held_out_loss = self._evaluate(progress, row, reporter)
                 log.write(progress.step, row)
-                watch.check_skipped(self.store.folder)
-                if self._is_last(progress) or stop.requested or progress.step % config.checkpoint.every == 0:
+                too_many = watch.too_many_skipped()
+                is_due = self._is_last(progress) or progress.step % config.checkpoint.every == 0
+                if is_due or too_many or stop.requested:
                     self._save(progress, held_out_loss)
-            if progress.step < first_step:
+                    saved = progress.step
+                if too_many:
+                    raise FloatingPointError(f"{too_many} (checkpoints: {self.store.folder})")
+            if saved != progress.step:
                 self._save(progress, None)
-        return held_out_loss if self._is_last(progress) else None
+            return self._score(progress, log, reporter) if self._is_last(progress) else None
 
     def _is_last(self, progress: Progress) -> bool:
         return progress.step == self.run.config.num_steps
 
     def _evaluate(self, progress: Progress, row: dict[str, Any], reporter: report.StepReporter) -> float | None:
         """The held-out loss after this step, also put into its row of metrics; None where none is due."""
-        every, is_last = self.run.config.eval_every, self._is_last(progress)
-        if not is_last and not (every and progress.step % every == 0):
+        every = self.run.config.eval_every
+        if not (every and progress.step % every == 0):
             return None
         with self.watch.phase("evaluate"):
-            loss = self.evaluate(progress.state, None if is_last else self.run.config.eval_batches)
+            loss = self.evaluate(progress.state, self.run.config.eval_batches)
         if loss is not None:
             row |= {"held_out_loss": loss, **self.watch.curve.row()}
+            if not self._is_last(progress):  # all held-out text comes next
+                reporter.held_out(progress.step, loss)
+        return loss
+
+    def _score(self, progress: Progress, log: metrics.MetricsLog, reporter: report.StepReporter) -> float | None:
+        """The loss of all held-out text after the last step, also put into its row of metrics."""
+        with self.watch.phase("evaluate"):
+            loss = self.evaluate(progress.state, None)
+        if loss is not None:
+            log.amend(progress.step, {"held_out_loss": loss, **self.watch.curve.row()})
             reporter.held_out(progress.step, loss)
         return loss
 

@@ -4,7 +4,7 @@ Python runs a signal handler only between two bytecodes of the main thread, and 
 for minutes. So a second thread, woken by the interpreter's own C handler, answers the user right away.
 
 In a job of many processes all must leave after the same step, and only some of them may get the signal. So there
-`requested` changes in `settle` alone, which all processes call after each step.
+`requested` changes in `settle` alone, which all processes call after each step and within an evaluation.
 """
 
 import os
@@ -53,8 +53,8 @@ class StopRequest:
         return self._decided is not None
 
     def settle(self) -> None:
-        """Between two steps: from here on `requested` is the same on all processes."""
-        if self._share:
+        """Between two steps or batches: from here on `requested` is the same on all processes; once set, it stays."""
+        if self._share and self._settled is None:
             self._settled = self._share(self.signum or 0) or None
 
     @property

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from train import flops, metrics, rollback
+from train import distributed, flops, metrics, rollback
 from train.alarms import AlarmLog, SpikeAlarm
 from train.config import TrainConfig
 from train.heartbeat import HEARTBEAT_FILE, Heartbeat
@@ -73,6 +73,7 @@ class Watcher:
         self._peak = flops.peak_flops(self._devices)
         self._unwritten = unwritten or Unwritten(say)
         self._alarms = AlarmLog(run_dir, say=say, writes=writes, unwritten=self._unwritten)
+        self._alarms.forget_after(step)
         self._say = say if writes else lambda _: None
         self._spikes = SpikeAlarm(config.watch.spike_z)
         self._skips = rollback.SkipList(run_dir / rollback.SKIPPED_FILE, writes=writes, unwritten=self._unwritten)
@@ -93,6 +94,8 @@ class Watcher:
         self._recent: collections.deque[tuple[int, str]] = collections.deque(
             maxlen=config.watch.max_skipped_in_a_row + 1
         )
+        self._skipped: dict[int, dict[str, np.ndarray]] = {}
+        """Batches of the steps that were skipped one after another, by step."""
         self._wait_s, self._num_ended, self._in_a_row = 0.0, 0, 0
         self._remember(metrics.read_rows(run_dir), step)
         self._remember_batches(step, data_state)
@@ -116,6 +119,10 @@ class Watcher:
         with jax.profiler.TraceAnnotation(name):
             yield
         self._heartbeat.beat(before)
+
+    def pulse(self) -> None:
+        """The phase that runs gets somewhere, which is no stall however long it takes."""
+        self._heartbeat.pulse()
 
     def fetch(self, data: Any) -> dict[str, np.ndarray]:
         """The batch of the step after the one that runs, passing over what is on the list of bad batches."""
@@ -171,29 +178,27 @@ class Watcher:
         """
         loss = row["loss"]
         score = self._spikes.add(step, loss)
-        self._in_a_row = self._in_a_row + 1 if row["skipped"] else 0
+        self._count_skipped(step, bool(row["skipped"]))
         if score is not None:
             text = f"loss {loss:.4f} is {score:.1f} robust deviations above the steps before"
             self._alarms.raise_alarm("loss_spike", step, text, loss=loss, score=score)
             return self._first_bad_to_return_to(step, step, checkpoints, settle)
         if self._too_many():
             what = f"loss={loss} and grad_norm={row['grad_norm']}, {self._in_a_row} steps in a row not finite"
-            self._alarms.raise_alarm("not_finite", step, f"{what}; {self._save_batch(step)}")
+            self._alarms.raise_alarm("not_finite", step, f"{what}; {self._save_skipped()}")
             return self._first_bad_to_return_to(step - self._in_a_row + 1, step, checkpoints, settle)
         return None
 
-    def check_skipped(self, checkpoints: pathlib.Path) -> None:
-        """End a run whose steps are skipped one after another.
-
-        Raises:
-          FloatingPointError: as many in a row as the configuration allows.
-        """
-        if self._too_many():
-            raise FloatingPointError(
-                f"{self._in_a_row} steps in a row were skipped because loss or gradient norm was not finite, and "
-                f"max_skipped_in_a_row={self._config.watch.max_skipped_in_a_row}; look at the batch saved in "
-                f"{self._run_dir}, lower --optimizer.learning-rate, or add --rollback (checkpoints: {checkpoints})"
-            )
+    def too_many_skipped(self) -> str:
+        """Why a run ends whose steps are skipped one after another, as many as the configuration allows; else empty.
+        Their state is the one before them, which is worth a checkpoint."""
+        if not self._too_many():
+            return ""
+        return (
+            f"{self._in_a_row} steps in a row were skipped because loss or gradient norm was not finite, and "
+            f"max_skipped_in_a_row={self._config.watch.max_skipped_in_a_row}; look at the batches saved in "
+            f"{self._run_dir}, then go on after them with --resume, lower --optimizer.learning-rate, or add --rollback"
+        )
 
     def went_back(self, first_bad_step: int, bad_step: int, step: int, data_state: Mapping[str, int]) -> None:
         """The run stands after `step`, at `data_state`; the batches from before `first_bad_step` on are passed over."""
@@ -202,6 +207,7 @@ class Watcher:
         self._remember_batches(step, data_state)
         self._spikes.forget_after(step)
         self._in_a_row, self._fetched = 0, None
+        self._skipped.clear()
         text = f"back to the checkpoint of step {step}; {len(bad)} batches from step {bad[0][0]} on are passed over"
         self._alarms.raise_alarm("rollback", bad_step, text, to_step=step)
 
@@ -221,32 +227,46 @@ class Watcher:
     def _too_many(self) -> bool:
         return self._in_a_row >= self._config.watch.max_skipped_in_a_row
 
+    def _count_skipped(self, step: int, skipped: bool) -> None:
+        if not skipped:
+            self._in_a_row = 0
+            self._skipped.clear()
+            return
+        self._in_a_row += 1
+        if self._current is not None and len(self._skipped) < self._config.watch.max_skipped_in_a_row:
+            self._skipped[step] = self._current.batch
+
     def _first_bad_to_return_to(
         self, first_bad: int, step: int, checkpoints: pathlib.Path, settle: Callable[[], Any]
     ) -> int | None:
-        """`first_bad`, if the configuration asks for returns and one is possible."""
-        watch, done = self._config.watch, self._alarms.counts()["rollback"]
+        """`first_bad`, if the configuration asks for returns and one is possible, as process 0 sees it."""
+        watch = self._config.watch
         if not watch.rollback:
             return None
         if problem := settle():
             self._say(f"{problem}; the run goes on")
-        if done >= watch.max_rollbacks:
-            self._say(f"no return to a checkpoint: max_rollbacks={watch.max_rollbacks} is reached")
+        problem = ""
+        if self._alarms.counts()["rollback"] >= watch.max_rollbacks:
+            problem = f"no return to a checkpoint: max_rollbacks={watch.max_rollbacks} is reached"
         elif rollback.last_good_step(checkpoints, first_bad) is None:
-            self._say(f"no return: {checkpoints} holds none of step {first_bad - 2} or before")
-        else:
-            return first_bad
-        return None
+            problem = f"no return: {checkpoints} holds none of step {first_bad - 2} or before"
+        if problem := distributed.from_main(problem):
+            self._say(problem)
+            return None
+        return first_bad
 
-    def _save_batch(self, step: int) -> str:
-        """Write the batch of a step for a look; returns words for where it is."""
+    def _save_skipped(self) -> str:
+        """Write the batches of the skipped steps for a look; returns words for where they are."""
         process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
-        path = self._run_dir / f"bad_batch_step_{step}{process}.npz"
-        assert self._current is not None, "begin comes first"
-        with self._unwritten.attempt(path.name):
-            np.savez(path, allow_pickle=False, **self._current.batch)
-            return f"its batch is in {path}"
-        return "its batch could not be saved"
+        written = []
+        for step, batch in self._skipped.items():
+            path = self._run_dir / f"bad_batch_step_{step}{process}.npz"
+            with self._unwritten.attempt(path.name):
+                np.savez(path, allow_pickle=False, **batch)
+                written.append(path.name)
+        if not written:
+            return "their batches could not be saved"
+        return f"batches saved in {self._run_dir}: {', '.join(written)}"
 
     def _remember(self, rows: list[dict[str, Any]], step: int) -> None:
         """Take up the losses of the steps before, so that a resumed run raises the alarms that it would have raised."""

@@ -6,7 +6,8 @@
 # `--distributed.cluster jax` lets JAX ask the metadata server who belongs to the slice. The mesh has to use all chips.
 # RUN_DIR is in a bucket that Cloud Storage FUSE mounts on every host. Make the bucket with hierarchical namespace: only
 # there is the renaming of a folder, which completes a checkpoint, atomic.
-# Run the same command again after a host was lost (exit code 75): it goes on from the newest checkpoint.
+# Run the same command again after a host was lost (exit code 75): it goes on from the newest checkpoint, or from the
+# first step when there is none yet.
 set -eu
 CONFIG=${1:?usage: bash docs/clusters/tpu.sh CONFIG}
 : "${PROJECT:?set PROJECT}" "${ZONE:?set ZONE}" "${BUCKET:?set BUCKET}"
@@ -34,8 +35,7 @@ mountpoint -q /mnt/runs || gcsfuse --implicit-dirs '$BUCKET' /mnt/runs
 
 on_all_hosts "
 cd ring_jax
-RESUME=''
-if ls '$RUN_DIR'/checkpoints/* >/dev/null 2>&1; then RESUME=--resume; fi
+mkdir -p '$RUN_DIR'
 exec .venv/bin/python -m train run '$CONFIG' --run-dir '$RUN_DIR' \
-    --distributed.cluster jax --distributed.start-timeout 600 \$RESUME
+    --distributed.cluster jax --distributed.start-timeout 600 --resume
 "
