@@ -37,7 +37,8 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     model, mesh = config.model, config.mesh
     width = 2 if model.compute_dtype == "bfloat16" else 4
     held = state_bytes(config)
-    state = 2 * held.params + held.moments  # parameters and their gradients
+    gradients = 1 if config.accumulate == 1 else 2  # those of a piece, and the sum over the pieces
+    state = (1 + gradients) * held.params + held.moments
     rows = config.data.batch_size / mesh.data
     tokens = rows * config.data.seq_len / mesh.sequence
     tokens /= config.accumulate
