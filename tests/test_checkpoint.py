@@ -12,7 +12,7 @@ from disks import full_disk
 from tiny_run import config, write_text
 
 from ring_jax import make_mesh
-from train import checkpoint
+from train import checkpoint, reading
 from train.checkpoint import CheckpointError, CheckpointStore, Meta, read_newest_meta
 from train.config import DataConfig, MeshConfig, to_json
 from train.data import batches, load_corpus
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_tried_again_and_never_moved(run
         raise error
 
     calls = []
-    monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(reading, "_PAUSES_S", (0.0, 0.0))
     store = CheckpointStore(run_dir, keep=2)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_read_meta", fail)
@@ -249,10 +249,13 @@ def test_the_best_by_held_out_loss_stays(tmp_path):
         assert store.save(state, meta(step), held_out_loss=loss) is None
     assert store.close() is None
     assert folders(tmp_path) == ["2", "5", "6"]
-    reopened = CheckpointStore(tmp_path, keep=2, keep_best=1)  # the losses are on disk, too
-    reopened.save(state, meta(7), held_out_loss=0.5)
-    reopened.close()
-    assert folders(tmp_path) == ["6", "7"]
+    (tmp_path / "checkpoints" / "5" / "metrics").mkdir()
+    (tmp_path / "checkpoints" / "5" / "metrics" / "metrics").write_text('{"held_out_l')  # damaged later
+    for step, loss, kept in ((7, 1.5, ["2", "6", "7"]), (8, 0.5, ["7", "8"])):
+        reopened = CheckpointStore(tmp_path, keep=2, keep_best=1)  # the losses are on disk, too
+        reopened.save(state, meta(step), held_out_loss=loss)
+        reopened.close()
+        assert folders(tmp_path) == kept
 
 
 def test_a_save_is_of_its_own_step_though_the_state_is_donated(tmp_path):

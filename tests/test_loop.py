@@ -270,57 +270,6 @@ def test_what_cannot_be_continued_is_refused_before_the_text_is_read(unbroken, t
         loop.prepare(tiny(text, tmp_path / "run", resume=True, model=changed), resume_command="")
 
 
-def test_a_run_that_died_in_its_first_save_starts_anew_with_the_same_flag(text, tmp_path, unbroken):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    code, output = stop_after(tiny(text, run_dir, resume=True), 1)  # an empty folder, as a script makes it
-    assert code == 130
-    assert f"--resume: {run_dir} holds no checkpoint yet, so the run starts at its first step" in output
-    (run_dir / "checkpoints" / "1").rename(run_dir / "checkpoints" / "1.orbax-checkpoint-tmp-5")
-    code, output = run(tiny(text, run_dir, resume=True))
-    assert code == 0
-    for part in (
-        "holds no checkpoint yet",
-        "1.orbax-checkpoint-tmp-5: an interrupted write, removed",
-        "dropped 1 rows",
-    ):
-        assert part in output
-    assert losses(run_dir) == losses(unbroken[0])
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["4", "6"]
-
-
-def test_a_signal_in_the_last_evaluation_costs_that_only(text, tmp_path, unbroken):
-    def score(self, progress, *others):
-        assert progress.step in self.store._manager.all_steps(), "the last step is saved before"
-        os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, progress, *others)
-
-    plain, run_dir = run_steps.Steps._score, tmp_path / "run"
-    with mock.patch.object(run_steps.Steps, "_score", score):
-        code, output = run(tiny(text, run_dir))
-    assert code == 143
-    assert f"stopped after step 6 of 6, saved in {run_dir}/checkpoints" in output
-    assert not (run_dir / "summary.json").exists()
-    assert run(tiny(text, run_dir, resume=True))[0] == 0
-    old, new = ([row.get("held_out_loss") for row in read_rows(place)] for place in (unbroken[0], run_dir))
-    assert new == old
-    assert old[-1] == json.loads((run_dir / "summary.json").read_text())["held_out_loss"]
-
-
-def test_an_error_in_the_middle_waits_for_the_save_in_flight(text, tmp_path, monkeypatch):
-    plain = run_steps._next_batch
-
-    def fail(watch, data, run_config, mesh, step):
-        if step == 3:
-            raise ValueError("a document is damaged")
-        return plain(watch, data, run_config, mesh, step)
-
-    monkeypatch.setattr(run_steps, "_next_batch", fail)
-    with pytest.raises(ValueError, match="a document is damaged"):
-        run(tiny(text, tmp_path / "run"))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
-
-
 def test_two_runs_do_not_write_into_one_folder(text, tmp_path, monkeypatch):
     monkeypatch.setattr("train.run_dir._HERE_S", 0.0)
     first, second = (loop.prepare(tiny(text, tmp_path / "run"), resume_command="") for _ in range(2))

@@ -1,4 +1,4 @@
-"""Spikes, skipped steps and returns to a checkpoint, in the real loop with a step that does what the test says.
+"""Spikes, skipped steps, returns to a checkpoint, restarts, in the real loop with a step that does what the test says.
 
 The step is a counter: its loss is a function of the batch alone, so the order of the losses is that of the batches.
 """
@@ -367,6 +367,57 @@ def test_the_list_of_batches_outlives_the_process_and_the_iterator(text, tmp_pat
     (tmp_path / "skipped.json").write_text("")
     with pytest.raises(CheckpointError, match=r"skipped\.json is damaged .*put back a copy of it, or delete it"):
         SkipList(tmp_path / "skipped.json")
+
+
+def test_a_run_that_died_in_its_first_save_starts_anew_with_the_same_flag(text, tmp_path):
+    run_dir, run_config = tmp_path / "run", tiny(text, tmp_path / "run", resume=True)
+    run_dir.mkdir()  # as a script does
+    code, output = run(run_config, stop_after=1)
+    assert code == 130
+    assert f"--resume: {run_dir} holds no checkpoint yet, so the run starts at its first step" in output
+    (run_dir / "checkpoints" / "1").rename(run_dir / "checkpoints" / "1.orbax-checkpoint-tmp-5")
+    code, output = run(run_config)
+    assert code == 0
+    for part in (
+        "holds no checkpoint yet",
+        "1.orbax-checkpoint-tmp-5: an interrupted write, removed",
+        "dropped 1 rows",
+    ):
+        assert part in output
+    assert losses(run_dir) == run_losses(run_config, NUM_STEPS)
+    assert not list((run_dir / "checkpoints").glob("*tmp*"))
+
+
+def test_a_signal_in_the_last_evaluation_costs_that_only(text, tmp_path):
+    def score(self, progress, *others):
+        assert progress.step in self.store._manager.all_steps(), "the last step is saved before"
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, progress, *others)
+
+    plain, run_dir = run_steps.Steps._score, tmp_path / "run"
+    with mock.patch.object(run_steps.Steps, "_score", score):
+        code, output = run(tiny(text, run_dir))
+    assert code == 143
+    assert f"stopped after step {NUM_STEPS} of {NUM_STEPS}, saved in {run_dir}/checkpoints" in output
+    assert not (run_dir / "summary.json").exists()
+    scored = {path.parent.parent.name for path in (run_dir / "checkpoints").glob("*/metrics/metrics")}
+    assert scored == {"4", "8", str(NUM_STEPS)}, "the last step, too, may be the best"
+    assert run(tiny(text, run_dir, resume=True))[0] == 0
+    assert [row["step"] for row in read_rows(run_dir) if row.get("held_out_loss") == 3.0] == [4, 8, NUM_STEPS]
+    assert summary(run_dir)["held_out_loss"] == 3.0
+
+
+def test_an_error_in_the_middle_waits_for_the_save_in_flight(text, tmp_path, monkeypatch):
+    def fail(watch, data, run_config, mesh, step):
+        if step == 3:
+            raise ValueError("a document is damaged")
+        return plain(watch, data, run_config, mesh, step)
+
+    plain = run_steps._next_batch
+    monkeypatch.setattr(run_steps, "_next_batch", fail)
+    with pytest.raises(ValueError, match="a document is damaged"):
+        run(tiny(text, tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 
 
 def test_all_processes_go_back_when_the_first_one_does(text, tmp_path, monkeypatch):

@@ -22,10 +22,10 @@ does not answer, no permission, no memory) is good, as far as anyone knows: it s
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import pathlib
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -36,6 +36,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from train import distributed
 from train.errors import TryAgainError
+from train.reading import DAMAGED, UNREADABLE, first_line, try_to_read
 from train.run_dir import CHECKPOINT_FOLDER
 from train.save_barrier import PeerFailed
 from train.state import TrainState
@@ -43,16 +44,6 @@ from train.state import TrainState
 SET_ASIDE_FOLDER = "checkpoints_incomplete"
 _METRIC = "held_out_loss"
 _WRITE_TIMEOUT = 900
-_HALF_LINE = 200
-_PAUSES_S = (0.5, 2.0, 8.0)  # before a read that failed is tried again
-
-# What a read found, the worst of all processes counts.
-_READ, _DAMAGED, _UNREADABLE = range(3)
-# Of tensorstore, which says with these words that it is not the content; EIO is UNKNOWN, ESTALE is ABORTED.
-_NOT_THE_CONTENT = (
-    "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
-    "UNAVAILABLE", "UNKNOWN",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +89,18 @@ class CheckpointStore:
         self._writing: int | None = None
         self._barrier = distributed.save_barrier()
         self._keep, self._keep_best, self._timeout = keep, keep_best, timeout
+        self._drop_damaged_metrics()
         self._manager = self._open()
+
+    def _drop_damaged_metrics(self) -> None:
+        """They only tell which checkpoint is the best, and one that is damaged keeps the manager from being opened."""
+        for path in self.folder.glob("*/metrics/metrics") if distributed.is_main() else ():
+            with contextlib.suppress(OSError):
+                try:
+                    float(json.loads(path.read_bytes())[_METRIC])
+                except (ValueError, KeyError, TypeError):
+                    shutil.rmtree(path.parent)
+        distributed.check_same("losses of the checkpoints", {})
 
     def _open(self) -> ocp.CheckpointManager:
         best = policies.BestN(
@@ -142,9 +144,12 @@ class CheckpointStore:
         if distributed.from_main(meta.step in self._manager.all_steps()):  # one that lags behind would not join in
             return problem
         values = {**dataclasses.asdict(meta), "jax_version": jax.__version__}
-        arguments = ocp.args.Composite(state=ocp.args.StandardSave(_by_name(state)), meta=ocp.args.JsonSave(values))
+        items = {"state": ocp.args.StandardSave(_by_name(state)), "meta": ocp.args.JsonSave(values)}
         is_known = held_out_loss is not None and math.isfinite(held_out_loss)  # what is not finite is not the best
         metrics = {_METRIC: held_out_loss} if is_known else None
+        if metrics:  # the manager reads them when it is opened, but writes them for another way to choose the best only
+            items["metrics"] = ocp.args.JsonSave(metrics)
+        arguments = ocp.args.Composite(**items)
         self._writing = meta.step
         begun = self._probe()
         if begun is None:
@@ -193,15 +198,15 @@ class CheckpointStore:
         skipped: dict[str, str] = {}
         for step in distributed.from_main(self._steps()):
             folder = self.folder / str(step)
-            found, outcome, problem = None, _UNREADABLE, "another host of the job does not see it"
+            found, outcome, problem = None, UNREADABLE, "another host of the job does not see it"
             if distributed.wait_for(folder):
                 with distributed.reading("checkpoint", step):
                     read = functools.partial(_read_all, folder, names)
-                    found, outcome, problem = _try_to_read(read)
+                    found, outcome, problem = try_to_read(read)
             worst = distributed.largest(outcome)
-            if worst == _UNREADABLE:
+            if worst == UNREADABLE:
                 raise TryAgainError(_unreadable(folder, _most_telling(distributed.gather(problem))))
-            if worst == _DAMAGED or found is None:
+            if worst == DAMAGED or found is None:
                 why = problem or "as another process found"
                 skipped[str(step)] = f"{step}: incomplete or damaged, {why}; moved to {self._set_aside}"
                 continue
@@ -226,7 +231,7 @@ class CheckpointStore:
         try:
             work()
         except Exception as error:  # whatever a store makes of a failed write
-            problem = _first_line(_cause(error))
+            problem = first_line(_cause(error))
         reasons = distributed.gather(problem) if distributed.any_process(bool(problem)) else []
         if not reasons:
             return None
@@ -283,12 +288,12 @@ def read_newest_meta(run_dir: pathlib.Path) -> Meta | None:
       TryAgainError: one cannot be read, for another reason than its content.
     """
     folder, skipped = run_dir.absolute() / CHECKPOINT_FOLDER, []
-    steps, _, problem = _try_to_read(functools.partial(checkpoint_steps, folder))
+    steps, _, problem = try_to_read(functools.partial(checkpoint_steps, folder))
     if steps is None:
         raise TryAgainError(_unreadable(folder, problem))
     for step in reversed(steps):
-        found, outcome, problem = _try_to_read(functools.partial(_read_meta, folder / str(step)))
-        if outcome == _UNREADABLE:
+        found, outcome, problem = try_to_read(functools.partial(_read_meta, folder / str(step)))
+        if outcome == UNREADABLE:
             raise TryAgainError(_unreadable(folder / str(step), problem))
         if found is not None:
             return found
@@ -327,34 +332,6 @@ def _most_telling(reasons: list[str]) -> str:
     own = [(process, reason) for process, reason in given if not reason.startswith(PeerFailed.__name__)]
     process, reason = (own or given)[0]
     return f"process {process}: {reason}" if len(reasons) > 1 else reason
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0].split(" [tensorstore_spec=")[0]
-    if len(text) > 2 * _HALF_LINE:  # the path comes first, the reason last
-        text = f"{text[:_HALF_LINE]} ... {text[-_HALF_LINE:]}"
-    return f"{type(error).__name__}: {text}"
-
-
-def _try_to_read[T](read: Callable[[], T]) -> tuple[T | None, int, str]:
-    """(what was read, how it went, why it went wrong). In a job of many processes another host may have written it a
-    moment ago, so that not all of it shows."""
-    for pause in (*_PAUSES_S, None):
-        try:
-            return read(), _READ, ""
-        except Exception as error:  # whatever a damaged file makes of the reader
-            may_pass = _may_pass(error)
-            if pause is None or (not may_pass and distributed.num_processes() == 1):
-                return None, _UNREADABLE if may_pass else _DAMAGED, _first_line(error)
-            time.sleep(pause)
-    raise AssertionError("the last pause is None")
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether a read failed for another reason than what is on disk."""
-    if isinstance(error, OSError):
-        return not isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
-    return isinstance(error, MemoryError) or str(error).startswith(_NOT_THE_CONTENT)
 
 
 def _read_all(folder: pathlib.Path, names: dict[str, Any]) -> tuple[Meta, dict[str, Any]]:
