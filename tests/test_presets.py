@@ -79,6 +79,6 @@ def test_memory_falls_as_the_mesh_grows():
     # of 128, as wide as the input) in bfloat16 with what rounding took from it, its statistics in float32.
     assert estimate.saved == 16_384 * (2 * 4096 * 3 + 32 * 4) * 32 / 4
     smaller = estimate_memory(cli._read_config(str(ROOT / "configs/llama3_8b_128k.py"), ["--mesh.sequence", "16"]))
-    assert smaller.state == 16 * ((8_030_261_248 - norms) / 128 + norms)
+    assert smaller.state == 20 * ((8_030_261_248 - norms) / 128 + norms)
     assert smaller.saved == estimate.saved / 2
     assert smaller.working < estimate.working
