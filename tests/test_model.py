@@ -148,10 +148,10 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("layers", "pattern", "more"),
-    [(2, 2, 0.03), pytest.param(4, 4, 0.03, marks=SLOW), pytest.param(4, 2, 0.12, marks=SLOW)],
+    ("layers", "pattern", "inputs"),
+    [(2, 2, 0), pytest.param(4, 4, 0, marks=SLOW), pytest.param(4, 2, 2, marks=SLOW)],
 )
-def test_what_is_kept_does_not_depend_on_the_pattern_of_windows(layers, pattern, more):
+def test_what_is_kept_does_not_depend_on_the_pattern_of_windows(layers, pattern, inputs):
     """Layers in a loop, one a trip, against all in one, where XLA could merge what is computed again with the forward
     pass, and against two a trip, which cuts the inputs of both out of the stack before it starts."""
 
@@ -166,7 +166,7 @@ def test_what_is_kept_does_not_depend_on_the_pattern_of_windows(layers, pattern,
         return jax.jit(jax.grad(objective)).lower(model, x).compile().memory_analysis().temp_size_in_bytes
 
     looped, unrolled = temporaries(0), temporaries(pattern)
-    assert unrolled <= (1 + more) * looped, (looped, unrolled)
+    assert unrolled <= 1.03 * looped + inputs * 4 * 2048 * 256, (looped, unrolled)
 
 
 def test_bfloat16_stays_near_float32(tokens):
