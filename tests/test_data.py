@@ -210,6 +210,12 @@ def test_two_fields_of_the_same_rows_are_two_sources(tmp_path):
         load_corpus(sources((path, {"field": "answer"}), (path, {"field": "answer"}), cache=cache))
 
 
+def test_all_sources_that_are_missing_are_named(tmp_path):
+    write_folder(tmp_path, {"a.txt": "text\n" * 99})
+    with pytest.raises(ValueError, match=r"path='.*first' does not exist(.|\n)*path='.*second' does not exist"):
+        load_corpus(sources((tmp_path / "first", {}), (tmp_path / "a.txt", {}), (tmp_path / "second", {})))
+
+
 def test_a_path_beside_sources_is_refused(tmp_path):
     write_folder(tmp_path, {"a.txt": "text\n" * 99})
     with pytest.raises(ValueError, match=r"data.path='here' must be left out where data.sources names sources"):

@@ -172,16 +172,22 @@ def _list_sources(data: "DataConfig") -> list[_Source]:
     """Every source and its files.
 
     Raises:
-        ValueError: one has none, or two have the same.
+        ValueError: some have none, all of which are named, or two have the same.
     """
     named = [(source.path, source.field, source.weight) for source in data.sources]
-    sources = []
+    sources, problems = [], []
     for path, field, weight in named or [(data.path, data.field, 1.0)]:
         listing, damage = Damage(on_error=data.on_error), Damage(on_error=data.on_error)
-        files = None if path is None else list_files(path, listing)
+        try:
+            files = None if path is None else list_files(path, listing)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
         sources.append(
             _Source(path=path, files=files, field=field, weight=weight, unlisted=listing.skipped, damage=damage)
         )
+    if problems:
+        raise ValueError("\n".join(problems))
     if len(sources) > 1:
         _check_overlap(sources)
     return sources
