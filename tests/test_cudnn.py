@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import cudnn_mock
+import jax
 import jax.numpy as jnp
 import numpy as np
 import option_cases
@@ -45,6 +46,9 @@ def attend(case: Options) -> dict[str, Any]:
         return run(case, functools.partial(mesh_call(case), implementation="cudnn"))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="the compiler of jaxlib 0.11.2 for CPUs crashes on two of these programs"
+)
 @pytest.mark.parametrize("name", FAST)
 def test_case(name: str):
     assert_matches(FAST[name], attend(FAST[name]))
