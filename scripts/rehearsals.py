@@ -88,8 +88,8 @@ With `--json` the last line is one of JSON; `--dump-hlo PATH` writes the schedul
   ids forward, again where attention is computed again, and backward; dK with dV.
 - The *last homecoming* of dK and dV, one for each layer and microbatch, comes after the last step of its ring. It is
   reported apart, with what it costs, and does not count as exposed.
-- *Exposed ms* of a transfer: all of its time where nothing is scheduled meanwhile; of a hop, what it takes longer than
-  the block of attention it hides behind.
+- *Exposed ms* of a transfer: all of its time where nothing is scheduled meanwhile; else what it takes longer than the
+  block of attention (a hop) or the matmuls (all others) that it hides behind.
 - "Fits" is the compiler's word on a TPU, which refuses what does not; on a GPU it is the sum against the device's
   memory, of which JAX takes 75 % unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says more.
 - Seconds of compiling are those of two cores that had other work, too.
