@@ -241,7 +241,7 @@ def large(*flags):
 def test_advice_is_valid_ordered_and_enough():
     config, available = large(), 16 * 10**9
     pod = pods.find("v5e:16x16")
-    used = int(1.5 * estimate_memory(config).total)
+    used = int(1.3 * estimate_memory(config).total)
     title, *lines, least = advice.advise(config, pod, used, available)
     assert f"less than {used / 1e9:.1f} GB" in title and "a device has 16.0 GB" in title
     sizes = [float(line.split("about ")[1].split(" GB")[0]) for line in lines]

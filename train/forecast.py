@@ -6,7 +6,8 @@ predictions from figures of the machine, and say with what they were made:
     step  =  executed FLOPs / (devices * peak * efficiency) / (1 - pipeline bubble)  +  exposed transfers
 
 Executed FLOPs are those of the model (`train.flops`), with what the backward pass computes again. A transfer that is
-hidden costs what it takes longer than the block of attention, or the matmuls, it hides behind; one that is not, all of it.
+hidden costs what it takes longer than the block of attention, or the matmuls, that it hides behind; any other costs all
+of its time.
 """
 
 import dataclasses
