@@ -23,7 +23,7 @@ from models.collectives import gather_tokens, gather_weight, scatter_tokens
 from models.config import ModelConfig, RopeScaling
 from models.dropout import ATTENTION, MLP_SUM, PROBABILITIES, drop_tokens, fold, place_in
 from models.sharding import RULES
-from ring_jax import manual
+from ring_jax import manual, rotary
 
 STRATEGIES = {
     "ring": ring_jax.ring_attention,
@@ -54,7 +54,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.
     Reference:
       The Llama 3 Herd of Models, arXiv:2407.21783, section 3.4.2; the formula is that of the released Llama 3.1.
     """
-    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequency = rotary.frequencies(head_dim, theta)
     if scaling.factor == 1:
         return frequency
     turns = scaling.original_max_position * frequency / (2 * np.pi)
@@ -66,29 +66,8 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.
 def rotary_tables(
     positions: Int[Array, "*B T"], head_dim: int, theta: float, scaling: RopeScaling = NO_SCALING
 ) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
-    """Cosine and sine of the rotary angles, position * frequency (`rotary_frequencies`), float32.
-
-    A float32 holds neither large integers nor large angles: at position 10^6 a plain product is wrong by up to 0.06
-    radians, and from 2^24 on neighbors collide. So the angle is counted in turns, of which whole ones do not matter: a
-    frequency is an integer of 2^-32 turns, whose product with the position wraps round exactly, and a rest below 2^-33
-    turns. Within 10^-6 at every int32 position, so adding a constant to all positions changes rounding only.
-    """
-    turns = np.mod(rotary_frequencies(head_dim, theta, scaling) / (2 * np.pi), 1.0) * 2.0**32
-    whole = np.round(turns)
-    rest = (turns - whole).astype(np.float32)
-    wrapped = positions.astype(jnp.uint32)[..., None] * np.mod(whole, 2.0**32).astype(np.uint32)
-    part = lax.bitcast_convert_type(wrapped, jnp.int32).astype(jnp.float32)  # from -1/2 to 1/2 turn
-    angle = (part + positions.astype(jnp.float32)[..., None] * rest) * np.float32(2 * np.pi / 2**32)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x: Float[Array, "B T heads H"], cos: Float[Array, "*B T half"], sin: Float[Array, "*B T half"]
-) -> Float[Array, "B T heads H"]:
-    """Turn each pair of channels (i, i + H/2) of every head by the angle of its token, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    """Cosine and sine of the rotary angles, position * frequency (`rotary_frequencies`), float32."""
+    return rotary.tables(positions, rotary_frequencies(head_dim, theta, scaling))
 
 
 class RMSNorm(nnx.Module):
@@ -139,8 +118,8 @@ class Attention(nnx.Module):
         )
         cos, sin = rotary_tables(positions, query.shape[-1], self.rope_theta, self.rope_scaling)
         attended = STRATEGIES[self.strategy](
-            rotate(query, cos, sin),
-            rotate(key, cos, sin),
+            rotary.rotate(query, cos, sin),
+            rotary.rotate(key, cos, sin),
             value,
             is_causal=True,
             local_window_size=None if window is None else (window, 0),

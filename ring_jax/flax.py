@@ -21,9 +21,9 @@ import numpy as np
 from flax import linen, nnx
 from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from ring_jax import arguments, dot_product_attention, layouts
+from ring_jax import arguments, dot_product_attention, layouts, rotary
 
 _OWN = "set it on the call of the Flax module, which passes it on"
 _NOT_OPTIONS = {
@@ -220,24 +220,6 @@ def _dropout(rate: float, rng: Any) -> dict[str, Any]:
     return {"dropout_rate": rate, "dropout_seed": jax.random.bits(rng, dtype=jnp.uint32)}
 
 
-def rotate(x: Float[Array, "B T heads H"], positions: Int[Array, "*B T"], theta: float) -> Float[Array, "B T heads H"]:
-    """Rotary position embedding: turn channels (i, i + H/2) of every head by position * theta^(-2i/H).
-
-    Computed in float32. A float32 cannot hold a large angle, so the position is split in 65536 a + b and the turns of
-    a are reduced modulo 2 pi in float64, in advance: within 0.02 radians up to position 2^31 - 1.
-
-    Reference:
-      Su et al., RoFormer, arXiv:2104.09864, section 3.2.2.
-    """
-    frequency = theta ** (-np.arange(0, x.shape[-1], 2, dtype=np.float64) / x.shape[-1])
-    coarse = np.mod(65536 * frequency, 2 * np.pi).astype(np.float32)
-    turns = jnp.mod((positions >> 16).astype(jnp.float32)[..., None] * coarse, np.float32(2 * np.pi))
-    angle = turns + (positions & 0xFFFF).astype(jnp.float32)[..., None] * frequency.astype(np.float32)
-    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
-
-
 class RingAttention(nnx.Module):
     """Attention layer over global arrays: projections, rotary embedding, grouped heads, and the ring.
 
@@ -339,7 +321,8 @@ class RingAttention(nnx.Module):
         options = dict(self.options)
         if self.rope_theta is not None:
             places = self._positions(x.shape[1]) if positions is None else positions
-            query, key = (rotate(y, places, self.rope_theta) for y in (query, key))
+            cos, sin = rotary.tables(places, rotary.frequencies(query.shape[-1], self.rope_theta))
+            query, key = (rotary.rotate(y, cos, sin) for y in (query, key))
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
         tokens = {"positions": positions, "segment_ids": segment_ids}
