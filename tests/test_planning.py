@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ from train import cli, plan_picture, planning
 from train.checks import validate
 from train.config import MESH_AXES, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from train.flops import count_for
-from train.memory import estimate_memory, state_bytes
+from train.memory import estimate_memory, state_bytes, used_bytes
 from train.planning import search
 from train.state import abstract_state
 from train.step_cost import Efficiency, full_rows, predict_memory, predict_step, predicted_mfu
@@ -257,3 +258,12 @@ def test_the_picture(tmp_path):
     plan_picture.save(path, config, parse_topology("v5p:2x2x2"), lengths=(32768, 131072, 2**24))
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
     assert plan_picture.best_for(config, parse_topology("v5p:2x2x2"), 2**24) is None, "a gap"
+
+
+def test_memory_of_devices_that_tell_it():
+    def device(index, stats, process=0):
+        return SimpleNamespace(id=index, process_index=process, memory_stats=lambda: stats)
+
+    devices = [device(0, {"bytes_in_use": 3, "peak_bytes_in_use": 9}), device(1, {"bytes_in_use": 4}), device(2, None)]
+    assert used_bytes([*devices, device(3, {"bytes_in_use": 4}, process=1), device(4, {})]) == {"0": 9, "1": 4}
+    assert used_bytes(jax.devices()) == {}

@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import signal
-from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -25,14 +24,12 @@ from tiny_run import config, write_text
 from ring_jax import make_mesh
 from train import evaluation, finish, flops, loop, report, run_steps, watch
 from train.alarms import SpikeAlarm, read_alarms
-from train.checkpoint import CheckpointError, read_newest_meta
+from train.checkpoint import read_newest_meta
 from train.config import CheckpointConfig, DataConfig, MeshConfig, WatchConfig
 from train.data import batches, load_corpus
-from train.memory import used_bytes
 from train.metrics import read_rows
 from train.positions import loss_by_position, position_edges
 from train.prefetch import Prefetch
-from train.rollback import SkipList, batch_key, last_good_step
 from train.step import init_state
 
 NUM_STEPS = 12
@@ -324,15 +321,6 @@ def test_steps_to_profile_that_are_done_already_are_said(text, tmp_path):
     assert said == ["profile='2:3': these steps are done already, so no trace is written"]
 
 
-def test_memory_of_devices_that_tell_it():
-    def device(index, stats, process=0):
-        return SimpleNamespace(id=index, process_index=process, memory_stats=lambda: stats)
-
-    devices = [device(0, {"bytes_in_use": 3, "peak_bytes_in_use": 9}), device(1, {"bytes_in_use": 4}), device(2, None)]
-    assert used_bytes([*devices, device(3, {"bytes_in_use": 4}, process=1), device(4, {})]) == {"0": 9, "1": 4}
-    assert used_bytes(jax.devices()) == {}
-
-
 def test_the_bubble_is_said_at_the_start():
     lines = report._bubble_lines(config(mesh=MeshConfig(pipeline=2), num_microbatches=2))
     assert lines == [
@@ -343,30 +331,6 @@ def test_the_bubble_is_said_at_the_start():
         "with m = 8, v = 1"
     )
     assert report._bubble_lines(config()) == []
-
-
-def test_the_list_of_batches_outlives_the_process_and_the_iterator(text, tmp_path):
-    corpus = load_corpus(tiny(text, tmp_path).data)
-
-    def start():
-        return batches(corpus.train, seq_len=64, batch_size=2, seed=0)
-
-    data, states, drawn = start(), [], []
-    for _ in range(8):
-        drawn.append(next(data)["tokens"])
-        states.append(data.get_state())
-    assert len({batch_key(state) for state in states}) == 8
-    SkipList(tmp_path / "skipped.json").add([(3, batch_key(states[2])), (4, batch_key(states[3]))])
-    skips, data = SkipList(tmp_path / "skipped.json"), start()
-    data.set_state(states[0])
-    for expected in (1, 4, 5):
-        batch, key = skips.draw(data)
-        np.testing.assert_array_equal(batch["tokens"], drawn[expected])
-        assert key == batch_key(states[expected])
-    assert batch_key(b"state") != batch_key(b"another")
-    (tmp_path / "skipped.json").write_text("")
-    with pytest.raises(CheckpointError, match=r"skipped\.json is damaged .*put back a copy of it, or delete it"):
-        SkipList(tmp_path / "skipped.json")
 
 
 def test_a_run_that_died_in_its_first_save_starts_anew_with_the_same_flag(text, tmp_path):
@@ -427,10 +391,3 @@ def test_all_processes_go_back_when_the_first_one_does(text, tmp_path, monkeypat
     for of_first, expected in (("", 7), ("no return", None)):
         monkeypatch.setattr("train.distributed.from_main", lambda _, answer=of_first: answer)
         assert watcher._first_bad_to_return_to(7, 7, tmp_path / "absent", lambda: None) == expected
-
-
-def test_which_checkpoint_is_good(tmp_path):
-    assert last_good_step(tmp_path / "absent", 9) is None
-    for name in ("2", "4", "6", "8.orbax-checkpoint-tmp-1"):
-        (tmp_path / name).mkdir()
-    assert [last_good_step(tmp_path, first_bad) for first_bad in (3, 4, 7, 8, 100)] == [None, 2, 4, 6, 6]

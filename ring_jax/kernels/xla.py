@@ -97,7 +97,7 @@ def backward_block(
 
     def key_tile(step: Array, sums: Gradients) -> Gradients:
         row, j = step // num_k, step % num_k
-        start = tiling.starts[1][j]
+        start, scale = tiling.starts[1][j], jnp.asarray(scores.scale, dtype)
         kv_tile = rows_of(keys.kv, row, start, tiles[1], 3)
         k_tile, v_tile = kv_tile[..., :head], kv_tile[..., head:]
         k_tile = jnp.where(jnp.isfinite(k_tile), k_tile, 0)
@@ -108,7 +108,7 @@ def backward_block(
             begin = tile.starts[0]
             q_tile, do_tile, lse, delta, *lost = (rows_of(x, row, begin, tiles[0], 4) for x in per_query)
             raw = einsum("bksh,bkgth->bksgt", k_tile, q_tile, preferred_element_type=dtype)
-            capped = tile.cap(raw * jnp.asarray(scores.scale, dtype))
+            capped = tile.cap(raw * scale)
             modified, pull = tile.modify_and_pull(capped)
             s = tile.bias(modified) - lse[:, :, None]
             s = tile.mask(s - lost[0][:, :, None] if lost else s)
@@ -116,23 +116,20 @@ def backward_block(
             dp = tile.drop(einsum("bksh,bkgth->bksgt", v_tile, do_tile, preferred_element_type=dtype))
             ds = tile.hide(p * (dp - delta[:, :, None]), s)
             ds_modified, dargs = pull(ds)
-            draw = tile.pull_cap(ds_modified, capped, s) * jnp.asarray(scores.scale, dtype)
+            draw = tile.pull_cap(ds_modified, capped, s) * scale
             dv_tile += einsum("bksgt,bkgth->bksh", tile.drop(p), do_tile.astype(dtype))
             dk_tile += einsum("bksgt,bkgth->bksh", draw, q_tile.astype(dtype))
-            dq_tile = rows_of(sums.query, row, begin, tiles[0], 4)
-            dq_tile += jnp.moveaxis(einsum("bksh,bksgt->bkhgt", k_tile.astype(dtype), draw), 2, -1)
+            dq = jnp.moveaxis(einsum("bksh,bksgt->bkhgt", k_tile.astype(dtype), draw), 2, -1)
             sums = Gradients(
-                put_rows(sums.query, dq_tile, row, begin, 4),
+                put_rows(sums.query, rows_of(sums.query, row, begin, tiles[0], 4) + dq, row, begin, 4),
                 sums.keys,
                 tile.add_to_bias(sums.bias, ds),
                 tuple(jax.tree.map(jnp.add, sums.args, dargs)),
             )
             return sums, dk_tile, dv_tile
 
-        dkv_tile = rows_of(sums.keys, row, start, tiles[1], 3)
-        state = sums, dkv_tile[..., :head], dkv_tile[..., head:]
-        sums, dk_tile, dv_tile = _loop(counts[row, j], query_tile, state)
-        dkv_tile = jnp.concatenate([dk_tile, dv_tile], -1)
-        return sums._replace(keys=put_rows(sums.keys, dkv_tile, row, start, 3))
+        dkv = rows_of(sums.keys, row, start, tiles[1], 3)
+        sums, dk_tile, dv_tile = _loop(counts[row, j], query_tile, (sums, dkv[..., :head], dkv[..., head:]))
+        return sums._replace(keys=put_rows(sums.keys, jnp.concatenate([dk_tile, dv_tile], -1), row, start, 3))
 
     return lax.fori_loop(0, num_rows * num_k, key_tile, sums)
