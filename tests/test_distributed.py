@@ -253,7 +253,7 @@ if "{victim}" in ("all", sys.argv[sys.argv.index("--process-id") + 1]):
     from train import run_steps
     class Short:
         def __init__(self, data):
-            self.data = data
+            self.data, self.rows = data, data.rows
         def __next__(self):
             return {{name: array[:, :32] for name, array in next(self.data).items()}}
         def get_state(self):

@@ -4,80 +4,15 @@ import gzip
 import json
 import os
 
-import fsspec
-import fsspec.implementations.memory
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from array_record.python import array_record_module
 from documents import write_folder
+from text_files import KINDS, TEXTS, array_record, copy_to_memory, jsonl, make, parquet, read, zst
 
 from train import files as files_module
 from train.readers import Damage, list_files, read_documents
-
-TEXTS = ["the first text", "caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{EURO SIGN}\nof two lines", "", "the last one"]
-
-
-def jsonl(texts, field="text"):
-    return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)).encode()
-
-
-def parquet(path, texts, column="text", compression="zstd"):
-    table = pyarrow.table({"id": list(range(len(texts))), column: texts})
-    pyarrow.parquet.write_table(table, path, row_group_size=2, compression=compression, write_page_checksum=True)
-
-
-def array_record(path, records):
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for record in records:
-        writer.write(record if isinstance(record, bytes) else record.encode())
-    writer.close()
-
-
-def zst(content, frame=40):
-    """Several frames, one after the other, as tools that compress in parallel write them."""
-    parts = [content[start : start + frame] for start in range(0, len(content), frame)]
-    return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
-
-
-def read(path, field="text", on_error="raise"):
-    damage = Damage(on_error=on_error)
-    documents = list(read_documents(list_files(str(path)), field=field, damage=damage))
-    return documents, damage.skipped
-
-
-def make(folder, kind):
-    """A file of this kind with TEXTS."""
-    path = folder / f"a.{kind}"
-    if kind.startswith("parquet"):
-        parquet(path, TEXTS)
-        compress = {"parquet": bytes, "parquet.gz": gzip.compress, "parquet.zst": zst}[kind]
-        path.write_bytes(compress(path.read_bytes()))
-    elif kind == "array_record":
-        array_record(path, TEXTS)
-    else:
-        compress = {
-            "jsonl": bytes,
-            "ndjson.gz": gzip.compress,
-            "jsonl.zst": zst,
-            "json": bytes,
-            "json.gz": gzip.compress,
-        }
-        path.write_bytes(compress[kind](jsonl(TEXTS)))
-    return path
-
-
-KINDS = [
-    "jsonl", "ndjson.gz", "jsonl.zst", "json", "json.gz", "parquet", "parquet.gz", "parquet.zst", "array_record"
-]  # fmt: skip
-
-
-def copy_to_memory(folder):
-    """The address of a copy of a folder, or a file, in fsspec's store in memory."""
-    where = f"memory://{folder.parent.name}/{folder.name}"
-    fsspec.filesystem("memory").put(str(folder), where, recursive=True)
-    return where
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,14 +46,29 @@ def test_a_folder_is_read_by_kind_and_in_the_order_of_its_names(tmp_path):
 def test_json_files_are_lines_where_their_lines_are_objects(tmp_path):
     one = json.dumps({"text": "an object in one line"})
     texts = {"one.json": one, "two.json": f"\n{one}\n \n{one}", "tall.json": json.dumps({"a": [1]}, indent=1)}
-    texts |= {"list.json": f"[{one},\n{one}]", "no.json": "not { json", "half.json": f"{one}\n[1]", "empty.json": ""}
+    texts |= {"list.json": f"[{one},\n{one}]", "no.json": "not { json", "empty.json": "", "other.json": '{"a": 1}'}
     write_folder(tmp_path, texts)
     documents, _ = read(tmp_path)
     found = dict(documents)
-    assert {name for name in found if name in texts} == texts.keys() - {"two.json"}
-    assert [found["two.json:2"], found["two.json:4"]] == [b"an object in one line"] * 2
+    assert {name for name in found if name in texts} == texts.keys() - {"one.json", "two.json"}
+    assert [found[name] for name in ("one.json:1", "two.json:2", "two.json:4")] == [b"an object in one line"] * 3
     with pytest.raises(ValueError, match=r"two.json', line 2: no field 'body'; its fields are 'text'"):
         read(tmp_path / "two.json", "body")
+
+
+@pytest.mark.parametrize("lines", ["{bad\nGOOD\nGOOD", "GOOD\n{bad\nGOOD", "GOOD\n[1]\nGOOD"])
+def test_one_damaged_line_at_the_beginning_makes_no_document_of_a_json_file(tmp_path, lines):
+    write_folder(tmp_path, {"a.json": lines.replace("GOOD", '{"text": "good"}')})
+    with pytest.raises(ValueError, match=r"a.json', line \d: "):
+        read(tmp_path)
+    documents, skipped = read(tmp_path, on_error="skip")
+    assert [content for _, content in documents] == [b"good"] * 2 and len(skipped) == 1
+
+
+def test_a_first_line_beyond_bounds_is_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "_LONGEST_LINE", 20)
+    write_folder(tmp_path, {"a.json": json.dumps({"text": "longer than twenty characters"}) + "\n"})
+    assert read(tmp_path)[0] == [("a.json:1", b"longer than twenty characters")]
 
 
 def test_zstandard_files_of_any_window(tmp_path):
@@ -140,66 +90,6 @@ def test_a_stamp_changes_with_the_file(tmp_path):
         os.utime(path, (1, path.stat().st_mtime + 7))
         (after,) = list_files(where)
         assert before.stamp != after.stamp
-
-
-def test_a_stamp_of_a_web_server_is_what_it_says_of_the_content():
-    class Server:
-        def __init__(self, **info):
-            self.info = lambda file: {"name": file, "type": "file", **info}
-
-        def ukey(self, file):
-            return "of the address alone"
-
-    answers = [{"size": 3}, {"size": 4}, {"size": 3, "ETag": "a"}, {"size": 3, "ETag": "b"}, {"Last-Modified": "today"}]
-    stamps = [files_module._remote_stamp(Server(**answer), "https://host/a.txt") for answer in answers]
-    assert len(set(stamps)) == len(answers)
-
-
-class LostConnectionError(Exception):
-    """As stores raise it: no OSError."""
-
-
-def break_reads(monkeypatch, times):
-    """The first `times` reads of the store in memory fail, from the second on in the middle of a file."""
-    left, whole = [times], fsspec.implementations.memory.MemoryFile.read
-
-    def read_or_fail(self, size=-1):
-        if left[0] and self.tell() < len(self.getvalue()):
-            left[0] -= 1
-            raise LostConnectionError("reset by peer\nand more")
-        return whole(self, size)
-
-    monkeypatch.setattr(files_module, "_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(files_module, "CHUNK", 64)
-    monkeypatch.setattr(fsspec.implementations.memory.MemoryFile, "read", read_or_fail)
-
-
-@pytest.mark.parametrize("kind", ["txt", *KINDS])
-def test_reads_of_a_store_are_tried_again_and_then_named(tmp_path, monkeypatch, kind):
-    if kind == "txt":
-        write_folder(tmp_path, {"a.txt": "some text " * 30})
-    where = copy_to_memory(make(tmp_path, kind) if kind != "txt" else tmp_path / "a.txt")
-    whole, _ = read(where)
-    assert whole
-    with monkeypatch.context() as patch:
-        break_reads(patch, times=2)
-        assert read(where) == (whole, [])
-        break_reads(patch, times=10**9)
-        message = r"/a\..*'.* cannot be read \(LostConnectionError: reset by peer\); make it readable"
-        with pytest.raises(ValueError, match=message):
-            read(where)
-        documents, skipped = read(where, on_error="skip")
-    assert documents == [] and len(skipped) == 1 and "LostConnectionError" in skipped[0]
-
-
-def test_a_store_that_cannot_be_listed_is_named(monkeypatch):
-    def fail(self, path, **options):
-        raise LostConnectionError("no route")
-
-    monkeypatch.setattr(files_module, "_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "exists", fail)
-    with pytest.raises(ValueError, match=r"cannot be listed \(LostConnectionError: no route\); correct the address or"):
-        list_files("memory://bucket/text")
 
 
 def test_what_a_disk_does_not_give_is_passed_over_and_counted(tmp_path, monkeypatch):
@@ -257,6 +147,9 @@ def damaged(folder, name):
     if name == "no.jsonl.gz":
         path.write_bytes(b"not compressed at all")
         return path, r"no.jsonl.gz', from line 1 on: damaged \(Not a gzipped file", 0
+    if name in ("empty.txt.gz", "empty.jsonl.zst"):
+        path.write_bytes(b"")
+        return path, rf"{name}'.* damaged \(a compressed file of no bytes", 0
     if name == "no.txt.zst":
         path.write_bytes(b"not compressed at all")
         return path, r"no.txt.zst' is damaged \(", 0
@@ -286,7 +179,11 @@ def damaged(folder, name):
         return path, r"null.parquet', row 2: column 'text' is empty \(null\)", 2
     if name == "number.parquet":
         parquet(path, [1, 2])
-        return path, r"number.parquet', row 1: column 'text' is int, not text", 0
+        return path, r"number.parquet', row 1: column 'text' is int64, not text", 0
+    if name == "bytes.parquet":
+        content = pyarrow.array([b"one", b"\xff", b"three", None]).cast(pyarrow.string(), safe=False)
+        pyarrow.parquet.write_table(pyarrow.table({"text": content}), path)
+        return path, r"bytes.parquet', row 2: column 'text' is not UTF-8 at offset 0", 2
     if name == "cut.parquet":
         parquet(path, TEXTS)
         path.write_bytes(path.read_bytes()[:-20])
@@ -317,6 +214,7 @@ def damaged(folder, name):
 DAMAGED = [
     "cut.jsonl.gz", "changed.jsonl.gz", "cut.jsonl.zst", "no.jsonl.gz", "no.txt.zst", "line.jsonl", "list.jsonl",
     "deep.jsonl", "field.jsonl", "number.jsonl", "bytes.jsonl", "column.parquet", "null.parquet", "number.parquet",
+    "bytes.parquet", "empty.txt.gz", "empty.jsonl.zst",
     "cut.parquet", "page.parquet", "cut.array_record", "changed.array_record", "binary.array_record", "empty.jsonl",
 ]  # fmt: skip
 
@@ -336,6 +234,37 @@ def test_what_is_damaged_is_named_or_counted(tmp_path, name):
         assert len(documents) - 1 == num_left
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_strings_of_every_kind_of_a_parquet_column(tmp_path, kind):
+    texts = pyarrow.array([*TEXTS, None])
+    if kind == "dictionary":
+        texts = texts.dictionary_encode()
+    else:
+        texts = texts.cast(getattr(pyarrow, kind)())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    documents, skipped = read(tmp_path, on_error="skip")
+    assert [content.decode() for _, content in documents] == TEXTS
+    assert len(skipped) == 1 and "row 5: column 'text' is empty (null)" in skipped[0]
+
+
+def test_memory_that_is_full_is_no_damage(tmp_path, monkeypatch):
+    parquet(tmp_path / "a.parquet", TEXTS)
+
+    def fail(self, *arguments, **options):
+        raise pyarrow.ArrowMemoryError("malloc of size 9 failed")
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", fail)
+    with pytest.raises(ValueError, match=r"a.parquet', from row 1 on, does not fit into memory \(malloc of size 9"):
+        read(tmp_path, on_error="skip")
+
+
+def test_lines_of_what_was_passed_over_are_bounded_and_counted():
+    damage = Damage(on_error="skip")
+    for number in range(2500):
+        damage.found(f"line {number}")
+    assert (damage.num_skipped, len(damage.skipped), damage.skipped[-1]) == (2500, 1000, "line 999")
+
+
 def test_files_that_are_not_text_are_named_together_or_counted(tmp_path):
     write_folder(tmp_path, {"a.txt": "good", "b.bin": b"\0", "c.bin": b"\xff"})
     with pytest.raises(ValueError, match=r"not text: '.*b.bin' \(NUL byte at offset 0\), '.*c.bin' \(not UTF-8"):
@@ -348,8 +277,6 @@ def test_files_that_are_not_text_are_named_together_or_counted(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("memory://nothing/here", r"data\.path='memory://nothing/here' does not exist; correct the address"),
-        ("nosuchstore://bucket/x", r"data\.path='nosuchstore://bucket/x' (needs a package|cannot be listed)"),
         ("no/such/folder", r"data\.path='no/such/folder' does not exist"),
     ],
 )

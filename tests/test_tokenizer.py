@@ -103,6 +103,26 @@ def test_a_tokenizer_that_is_none(file, tmp_path, content, end_token, message):
         load_tokenizer(str(path), end_token)
 
 
+def test_tokens_that_are_drawn_are_refused(file, tmp_path):
+    content = json.loads(pathlib.Path(file).read_text())
+    content["model"]["dropout"] = 0.1
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"has a BPE dropout of 0.1.*; set \"dropout\": null in the file"):
+        load_tokenizer(str(tmp_path / "t.json"))
+
+
+@pytest.mark.parametrize("out", [".", "file/t.json"])
+def test_a_file_that_cannot_be_written_is_named_before_the_text_is_read(tmp_path, out):
+    (tmp_path / "file").write_text("")
+
+    def texts():
+        raise AssertionError("read")
+        yield b""
+
+    with pytest.raises(ValueError, match=r"--out '.*' cannot be written \(.*\); name another file"):
+        train_tokenizer(texts(), vocab_size=300, out=tmp_path / out)
+
+
 def test_bytes_have_no_end_token():
     with pytest.raises(ValueError, match="needs a token of its own, which bytes do not have"):
         load_tokenizer("bytes", "<eos>")
@@ -117,6 +137,9 @@ def test_bytes_have_no_end_token():
             "must be at least 4096, because data.tokenizer='t.json' has 4,096 ids; use --model.vocab-size 4096",
         ),
         (32000, 128256, "does not match data.tokenizer='t.json', which has 32000 ids: it may be up to 10 % more"),
+        (32000, 36000, "use --model.vocab-size 32000, or"),
+        (400, 512, "use --model.vocab-size 400, or"),
+        (500, 600, "use --model.vocab-size 512, or"),
         (4096, 4096, None),
         (151665, 151936, None),
         (128815, 129280, None),

@@ -5,6 +5,7 @@ Who writes holds a lock, so that what a killed process left is removed by the ne
 one writes is not. A whole cache that is found in place is never removed: another process may read it.
 """
 
+import array
 import contextlib
 import fcntl
 import hashlib
@@ -29,9 +30,9 @@ from train.tokenizer import Tokenizer
 _SHARD_RECORDS = 2**16
 _BATCH_BYTES = 2**22
 _BATCH_DOCUMENTS = 2**12
-_MAX_LISTED = 1000
 _SAY_EVERY = 2**28
 _LOCK = "lock"
+_DAMAGED = ".damaged"
 
 
 def build_cache(
@@ -42,7 +43,10 @@ def build_cache(
     damage: Damage,
     say: Callable[[str], None],
 ) -> TokenCache:
-    """Tokenise documents into `folder`, which appears when all is done; what was there before is replaced.
+    """Tokenise documents into `folder`, which appears when all is done; a damaged one in its place is replaced.
+
+    Where something was passed over the name of the folder says so (`short_name`): `folder` itself is always whole, and
+    what one run could not read another may.
 
     Raises:
         ValueError: the folder cannot be written, or a document cannot be read.
@@ -51,17 +55,29 @@ def build_cache(
     try:
         _remove_abandoned(folder, say)
         with _new_folder(folder) as partial:
-            meta = _write(partial, documents, tokenizer, say)
-            meta |= {"skipped": damage.skipped[:_MAX_LISTED], "num_skipped": len(damage.skipped)}
+            meta = _write(partial, documents, tokenizer, damage, say)
+            meta |= {"skipped": damage.skipped, "num_skipped": damage.num_skipped, "unread": damage.unread}
             _write_file(partial / META, json.dumps(meta, indent=1).encode())
             (partial / _LOCK).unlink()
-            return _put_in_place(partial, folder)
+            return _put_in_place(partial, short_name(folder, damage) if damage.num_skipped else folder)
     except (OSError, RuntimeError) as error:  # ArrayRecord reports a full disk as RuntimeError
         reason = getattr(error, "strerror", None) or str(error)[:200]
         raise ValueError(
             f"the cache of tokens cannot be written to {str(folder)!r} ({reason}); make room there, or name another "
             "folder with --data.cache"
         ) from error
+
+
+def short_name(folder: pathlib.Path, damage: Damage) -> pathlib.Path:
+    """Where the cache lies that would be `folder` if this had not been passed over."""
+    passed_over = json.dumps([damage.num_skipped, damage.skipped, damage.unread])
+    digest = hashlib.sha256(passed_over.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return folder.with_name(f"{folder.name}-without-{digest}")
+
+
+def short_caches(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Every `short_name` of a folder that is there."""
+    return sorted(folder.parent.glob(f"{folder.name}-without-*[0-9a-f]"))
 
 
 @contextlib.contextmanager
@@ -91,32 +107,39 @@ def _put_in_place(partial: pathlib.Path, folder: pathlib.Path) -> TokenCache:
         try:
             return open_cache(folder)
         except CacheDamaged:
-            aside = partial.with_name(f"{partial.name}.damaged")
+            aside = partial.with_name(f"{partial.name}{_DAMAGED}")
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write(
-    folder: pathlib.Path, documents: Iterable[RawText], tokenizer: Tokenizer, say: Callable[[str], None]
+    folder: pathlib.Path,
+    documents: Iterable[RawText],
+    tokenizer: Tokenizer,
+    damage: Damage,
+    say: Callable[[str], None],
 ) -> dict[str, typing.Any]:
     """The token files and the index; returns what `meta.json` says of them."""
-    lengths, num_bytes, places, digests = [], [], [], []
+    lengths, num_bytes, places, digests = array.array("q"), array.array("q"), array.array("Q"), bytearray()
     num_empty, num_tokens, most, longest = 0, 0, 0, ""
     writer = _ShardWriter(folder)
     try:
         for batch in _in_batches(documents):
             contents = [document.content for document in batch]
             for document, tokens in zip(batch, tokenizer.encode(contents), strict=True):
-                if not document.content or not len(tokens):
+                if not document.content:
                     num_empty += 1
+                    continue
+                if not len(tokens):
+                    damage.found(f"{document.name!r}: the tokenizer makes no token of its text", "use another one")
                     continue
                 for start in range(0, len(tokens), CHUNK):
                     writer.write(tokens[start : start + CHUNK].tobytes())
                 lengths.append(len(tokens))
                 num_bytes.append(len(document.content))
                 places.append(name_place(document.name))
-                digests.append(document_digest(document.name, tokens))
+                digests += document_digest(document.name, tokens)
                 num_tokens += len(tokens)
                 if len(tokens) > most:
                     most, longest = len(tokens), document.name
@@ -130,7 +153,7 @@ def _write(
         lengths=np.array(lengths, np.int64),
         num_bytes=np.array(num_bytes, np.int64),
         places=np.array(places, np.uint64),
-        digests=np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16),
+        digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
     )
     _write_file(folder / INDEX, buffer.getvalue())
     return {
@@ -204,13 +227,18 @@ def _partial_prefix(folder: pathlib.Path) -> str:
 def _remove_abandoned(folder: pathlib.Path, say: Callable[[str], None]) -> None:
     """Remove what processes of this machine that are gone have left half-written."""
     for path in folder.parent.glob(f"{folder.name}.part-*"):
-        if path.name.startswith(_partial_prefix(folder)) and _is_abandoned(path):
+        if path.name.rsplit("-", 1)[0] + "-" == _partial_prefix(folder) and _is_abandoned(path):
             say(f"removed a cache of tokens that was left half-written: {path}")
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_abandoned(partial: pathlib.Path) -> bool:
-    """Whether nobody holds the lock. Process numbers do not tell: in a container they come again."""
+    """Whether nobody holds the lock. Process numbers do not tell: in a container they come again.
+
+    A damaged cache that was moved aside has none, and nobody reads it.
+    """
+    if partial.name.endswith(_DAMAGED):
+        return True
     try:
         with (partial / _LOCK).open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from train.packing import Packing, pack
-from train.rows import Documents, lengths_of
+from train.rows import Documents, Interleave, lengths_of
 from train.text import AnyDocument, Document, DocumentPart, encode
 from train.token_cache import StoredDocument, StoredDocuments
 from train.tokenizer import ByteTokenizer, Tokenizer
@@ -107,7 +107,7 @@ class Corpus:
         for index, document in enumerate(documents):
             if num_tokens >= max_tokens:
                 break
-            tokens = document.tokens
+            tokens = document.read(0, max_tokens - num_tokens)
             num_tokens += len(tokens)
             found.append(Document(str(index), tokens if is_bytes else encode(self.tokenizer.decode(tokens))))
         return found
@@ -115,10 +115,10 @@ class Corpus:
     def summary(self, seq_len: int) -> str:
         """Lines for the start of a run: sizes, the split, documents longer than a row, padding, what was left out."""
         unit = "bytes" if isinstance(self.tokenizer, ByteTokenizer) else "tokens"
-        total = sum(part.weight for part in self.parts)
+        shares = Interleave([part.weight for part in self.parts]).shares
         lines = []
-        for part in self.parts:
-            share = f" ({part.weight / total:.2%} of the rows)" if len(self.parts) > 1 else ""
+        for part, rows in zip(self.parts, shares, strict=True):
+            share = f" ({rows:.2%} of the rows)" if len(self.parts) > 1 else ""
             packing = part.packing(seq_len)
             num_pieces = int(np.sum(-(-packing.lengths[packing.lengths > seq_len] // seq_len)))
             lines += [

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from train.cache_build import build_cache
+from train.cache_build import build_cache, short_caches
 from train.corpus import Corpus, Part, num_tokens_of, split_by_name, split_tail, train_side
+from train.files import local_path
 from train.readers import Damage, RawText, SourceFile, list_files, read_documents
 from train.rows import (
     IGNORE,
@@ -138,11 +139,12 @@ def documents_to_tokenise(data: "DataConfig", *, say: Callable[[str], None] = la
         for document in train_side(texts, data.held_out_fraction):
             is_empty = False
             yield document.tokens.tobytes()
-        skipped = source.unlisted + source.damage.skipped
+        skipped = source.listing.skipped + source.damage.skipped
+        num_skipped = source.listing.num_skipped + source.damage.num_skipped
         if is_empty:
-            raise ValueError(_no_text(source.path, files[0].name if files else None, len(files), skipped, len(skipped)))
+            raise ValueError(_no_text(source.path, files[0].name if files else None, len(files), skipped, num_skipped))
         if skipped:
-            say(f"{len(skipped):,} things that cannot be read passed over, the first: {skipped[0]}")
+            say(f"{num_skipped:,} things that cannot be read passed over, the first: {skipped[0]}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,10 +156,10 @@ class _Source:
     files: list[SourceFile] | None
     field: str
     weight: float
-    unlisted: list[str]
-    """A line for everything that was passed over when the files were listed."""
+    listing: Damage
+    """What was passed over when the files were listed."""
     damage: Damage
-    """What is found when they are read."""
+    """What is passed over when they are read."""
 
     def read(self) -> Iterator[RawText]:
         """Its documents."""
@@ -183,9 +185,7 @@ def _list_sources(data: "DataConfig") -> list[_Source]:
         except ValueError as error:
             problems.append(str(error))
             continue
-        sources.append(
-            _Source(path=path, files=files, field=field, weight=weight, unlisted=listing.skipped, damage=damage)
-        )
+        sources.append(_Source(path=path, files=files, field=field, weight=weight, listing=listing, damage=damage))
     if problems:
         raise ValueError("\n".join(problems))
     if len(sources) > 1:
@@ -198,7 +198,7 @@ def _check_overlap(sources: Sequence[_Source]) -> None:
     owners: dict[tuple[str, str], int] = {}
     for index, source in enumerate(sources):
         for file in source.files or ():
-            field = source.field if file.kind in ("jsonl", "parquet") else ""
+            field = source.field if file.kind(source.field) in ("jsonl", "parquet") else ""
             owner = owners.setdefault((file.real_path, field), index)
             if owner != index:
                 raise ValueError(
@@ -213,17 +213,17 @@ def _load_part(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say
     files, damage = source.files, source.damage
     in_memory = isinstance(tokenizer, ByteTokenizer) and data.cache is None
     cache = None
-    if in_memory and all(file.is_local and file.kind == "text" for file in files or ()):
+    if in_memory and all(file.is_local and file.kind(source.field) == "text" for file in files or ()):
         found = [Document(name, np.frombuffer(text, np.uint8)) for name, text in source.read()]
         documents: Documents = [document for document in found if len(document)]
-        num_empty, skipped, num_skipped = len(found) - len(documents), damage.skipped, len(damage.skipped)
+        num_empty, skipped, num_skipped = len(found) - len(documents), damage.skipped, damage.num_skipped
         first_empty = next((document.name for document in found if not len(document)), None)
     else:
         cache = _cache(data, tokenizer, source, say=say)
         documents = StoredDocuments(cache, np.arange(len(cache)))
         num_empty, skipped, num_skipped = cache.num_empty, cache.skipped, cache.num_skipped
         first_empty = files[0].name if files else None
-    skipped, num_skipped = [*source.unlisted, *skipped], len(source.unlisted) + num_skipped
+    skipped, num_skipped = [*source.listing.skipped, *skipped], source.listing.num_skipped + num_skipped
     if not len(documents):
         raise ValueError(_no_text(source.path, first_empty, num_empty, skipped, num_skipped))
     documents, too_long = _without_long(documents, data, source.path)
@@ -256,25 +256,37 @@ def _cache(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say: Ca
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
     folder = pathlib.Path(data.cache or DEFAULT_CACHE).expanduser() / name
     _check_cache_is_outside(data.cache, source)
-    if folder.exists():
-        try:
-            cache = open_cache(folder)
-        except CacheDamaged as error:
-            say(f"the cache of tokens {folder} is incomplete or damaged ({error}): it is made again")
-        else:
-            if data.on_error == "skip" or not cache.num_skipped:
-                say(f"tokens: {folder}, made before")
-                return cache
+    for place in [folder, *(short_caches(folder) if data.on_error == "skip" else [])]:
+        cache = _open_cache(place, source.files or [], say)
+        if cache is not None:
+            say(f"tokens: {place}, made before")
+            return cache
     say(f"tokens: making {folder}")
     return build_cache(folder, source.read(), tokenizer=tokenizer, damage=source.damage, say=say)
 
 
+def _open_cache(folder: pathlib.Path, files: Sequence[SourceFile], say: Callable[[str], None]) -> TokenCache | None:
+    """The cache in a folder; None where there is none, it is of no use, or files that it lacks can be read by now."""
+    if not folder.exists():
+        return None
+    try:
+        cache = open_cache(folder)
+    except CacheDamaged as error:
+        say(f"the cache of tokens {folder} is incomplete or damaged ({error}): it is made again")
+        return None
+    lacking = [file for file in files if file.path in cache.unread]
+    if lacking and all(file.can_be_read() for file in lacking):
+        say(f"the cache of tokens {folder} lacks {lacking[0].path!r}, which can be read by now: another one is made")
+        return None
+    return cache
+
+
 def _check_cache_is_outside(cache: str | None, source: _Source) -> None:
     """Raises when the next run would read the cache as text."""
-    if cache is None or source.path is None or "://" in source.path:
+    text = None if source.path is None else local_path(source.path)
+    if cache is None or text is None:
         return
-    inside = pathlib.Path(cache).expanduser().resolve()
-    text = pathlib.Path(source.path).expanduser().resolve()
+    inside, text = pathlib.Path(cache).expanduser().resolve(), text.resolve()
     if inside.is_relative_to(text) and not any(part.startswith(".") for part in inside.relative_to(text).parts):
         raise ValueError(
             f"data.cache={cache!r} lies in data.path={source.path!r}, so its files would be read as text; name a "

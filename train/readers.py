@@ -9,7 +9,8 @@ is data: nothing is unpickled or executed.
     *.jsonl *.ndjson             one a line; the text is the field `field`
     *.parquet                    one a row; the text is the column `field`
     *.array_record *.arrayrecord one a record: UTF-8 text
-    *.json                       as *.jsonl where its first two lines are JSON objects, else the whole file
+    *.json                       as *.jsonl where one of its first two lines is a JSON object, else the whole file; of
+                                 a single line, where that object has the field
     anything else                the whole file
 
     *.gz *.zst before that: `a.jsonl.zst` is decompressed and read as `a.jsonl`. A document's name is that of its file
@@ -31,8 +32,8 @@ import pyarrow.parquet
 from array_record.python import array_record_module
 
 from train.errors import DataError
-from train.files import CHUNK, DECOMPRESSION_ERRORS, Damage, SourceFile, list_files, reason_of
-from train.text import not_text, read_file, why_not_text
+from train.files import CHUNK, DECOMPRESSION_ERRORS, Damage, SourceFile, list_files
+from train.text import not_text, read_file, reason_of, why_not_text, why_not_utf8
 
 __all__ = ["Damage", "DataError", "RawText", "SourceFile", "list_files", "read_documents"]
 
@@ -60,7 +61,8 @@ def read_documents(files: list[SourceFile], *, field: str, damage: Damage) -> It
     """
     strange = []
     for file in files:
-        if file.kind == "text":
+        kind, num_skipped = file.kind(field), damage.num_skipped
+        if kind == "text":
             content = _read_text(file, damage)
             reason = None if content is None else why_not_text(content)
             if reason:
@@ -69,14 +71,15 @@ def read_documents(files: list[SourceFile], *, field: str, damage: Damage) -> It
                 yield RawText(file.name, content)
             continue
         found = False
-        for document in _READERS[file.kind](file, field, damage):
+        for document in _READERS[kind](file, field, damage):
             found = True
             yield document
-        if not found and not any(line.startswith(repr(file.path)) for line in damage.skipped[-1:]):
+        if not found and damage.num_skipped == num_skipped:
             damage.found(f"{file.path!r} holds no document", "remove this empty shard")
     if strange and damage.on_error != "skip":
         raise ValueError(not_text(strange))
-    damage.skipped += [f"not text: {problem}" for problem in strange]
+    for problem in strange:
+        damage.found(f"not text: {problem}")
 
 
 def _read_text(file: SourceFile, damage: Damage) -> bytes | None:
@@ -141,20 +144,39 @@ def _read_parquet(file: SourceFile, field: str, damage: Damage) -> Iterator[RawT
                 damage.found(f"{file.path!r} has no column {field!r}; its columns are {columns}", "name one of them")
                 return
             for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[field]):
-                for value in batch.column(0).to_pylist():
+                column, is_text = _undecoded(batch.column(0))
+                for value in column:
                     number += 1
-                    if isinstance(value, str):
-                        yield RawText(f"{file.name}:{number}", value.encode("utf-8"))
-                        continue
-                    kind = "empty (null)" if value is None else f"{type(value).__name__}, not text"
-                    damage.found(f"{file.path!r}, row {number}: column {field!r} is {kind}")
-    except (*DECOMPRESSION_ERRORS, pyarrow.ArrowException, UnicodeDecodeError) as error:
+                    content = value.as_py() if is_text and value.is_valid else None
+                    if content is None:
+                        reason = f"{column.type}, not text" if value.is_valid else "empty (null)"
+                    else:
+                        reason = why_not_utf8(content)
+                    if content is None or reason:
+                        damage.found(f"{file.path!r}, row {number}: column {field!r} is {reason}")
+                    else:
+                        yield RawText(f"{file.name}:{number}", content)
+    except MemoryError as error:  # of Arrow, too, to which it is one of its own
+        raise ValueError(
+            f"{file.path!r}, from row {number + 1} on, does not fit into memory ({reason_of(error)}); write it with "
+            "smaller row groups"
+        ) from error
+    except (*DECOMPRESSION_ERRORS, pyarrow.ArrowException) as error:
         damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({reason_of(error)})")
     except OSError as error:  # also what Arrow makes of a cut or altered page
         if error.errno is None:
             damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({reason_of(error)})")
         else:
             damage.unreadable(file.path, error, f", from row {number + 1} on,")
+
+
+def _undecoded(column: typing.Any) -> tuple[typing.Any, bool]:
+    """A column with its strings as bytes, and whether it holds any: to decode one that is not UTF-8 fails for all."""
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kinds = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+    is_text = any(is_kind(column.type) for is_kind in kinds)
+    return (column.cast(pyarrow.large_binary()) if is_text else column), is_text
 
 
 def _read_array_record(file: SourceFile, field: str, damage: Damage) -> Iterator[RawText]:

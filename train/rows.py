@@ -107,6 +107,7 @@ class Interleave:
         places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
         self.sources = sources[np.lexsort((sources, places))]
         self.counts = counts
+        self.shares = counts / counts.sum()
         of_source = self.sources[:, None] == np.arange(len(counts))
         self._before = (np.cumsum(of_source, axis=0) - 1)[np.arange(len(self.sources)), self.sources]
 
@@ -167,10 +168,8 @@ class Rows:
     @property
     def padding_share(self) -> float:
         """Share of the token slots that hold padding: exact over whole epochs, weighted as the sources are mixed."""
-        shares = self._interleave.counts / self._interleave.counts.sum()
-        return float(
-            sum(share * source.packing.padding_share for share, source in zip(shares, self._sources, strict=True))
-        )
+        weighed = zip(self._interleave.shares, self._sources, strict=True)
+        return float(sum(share * source.packing.padding_share for share, source in weighed))
 
     def read(self, numbers: Iterable[int | None]) -> Batch:
         """The rows with these numbers, one below the other; None is a row of padding."""

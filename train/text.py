@@ -221,6 +221,11 @@ def read_file(file: Path) -> bytes:
     return file.read_bytes()
 
 
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).split("\n")[0][:300]
+
+
 def unreadable(file: str, error: OSError, where: str = "") -> str:
     """What to say about a file that cannot be read, from some place on where that is known."""
     return f"{file!r}{where} cannot be read ({error.strerror or error})"
@@ -238,8 +243,11 @@ def not_text(problems: list[str]) -> str:
 def why_not_text(content: bytes) -> str | None:
     """None for text, else what is wrong and where."""
     nul = content.find(b"\0")
-    if nul >= 0:
-        return f"NUL byte at offset {nul}"
+    return f"NUL byte at offset {nul}" if nul >= 0 else why_not_utf8(content)
+
+
+def why_not_utf8(content: bytes) -> str | None:
+    """None for UTF-8, else where it is not."""
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as error:

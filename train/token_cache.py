@@ -5,7 +5,7 @@ when all is on disk; its name is a fingerprint of what it was made of; and openi
 the hash of the index, so a cut one is found before the first step. ArrayRecord checks the tokens as they are read; a
 byte that changed is told apart from a file that cannot be read. `train.cache_build` makes a cache.
 
-    <data.cache>/<fingerprint>/
+    <data.cache>/<fingerprint>/          with -without-<hash> after it where something was passed over
         tokens-00000.array_record    little-endian ids; up to 65,536 a record, never of two documents
         index.npz                    per document: tokens, bytes of text, place of its name, digest
         meta.json                    sizes, counts, what was passed over
@@ -29,7 +29,7 @@ from array_record.python import array_record_module
 from train.errors import DataError
 from train.text import part_digest
 
-VERSION = 2
+VERSION = 3
 CHUNK = 2**16
 """Tokens in a record, at most."""
 META, INDEX = "meta.json", "index.npz"
@@ -38,6 +38,10 @@ _MAX_OPEN = 1024
 
 class CacheDamaged(ValueError):
     """The cache cannot be used; the message says why."""
+
+
+class CacheUnreadable(ValueError):
+    """The cache may be sound, and cannot be read now; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +61,8 @@ class TokenCache:
     skipped: list[str]
     """What was passed over; at most 1000 lines."""
     num_skipped: int
+    unread: list[str]
+    """Files among it that the disk or the store did not give."""
     longest: str
     """Name of the longest document."""
     dtype: np.dtype
@@ -228,6 +234,7 @@ def open_cache(folder: pathlib.Path) -> TokenCache:
 
     Raises:
         CacheDamaged: it is incomplete, was altered, or was made by another version.
+        CacheUnreadable: it may be sound, but its disk or a permission does not let it be read.
     """
     try:
         meta = json.loads((folder / META).read_text())
@@ -254,6 +261,7 @@ def open_cache(folder: pathlib.Path) -> TokenCache:
             num_empty=meta["num_empty"],
             skipped=meta["skipped"],
             num_skipped=meta["num_skipped"],
+            unread=meta["unread"],
             longest=meta["longest"],
             dtype=np.dtype(meta["dtype"]),
             first_records=np.cumsum(records) - records,
@@ -264,7 +272,12 @@ def open_cache(folder: pathlib.Path) -> TokenCache:
         )
     except CacheDamaged:
         raise
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CacheDamaged(f"{pathlib.Path(error.filename or '').name or 'a file'}: {error.strerror}") from None
+    except OSError as error:
+        raise CacheUnreadable(
+            f"the cache of tokens {str(folder)!r} cannot be read ({pathlib.Path(error.filename or '').name}: "
+            f"{error.strerror}); make it readable, bring its disk back, or name another folder with --data.cache"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise CacheDamaged(f"its {META} or {INDEX} cannot be read ({type(error).__name__}: {error})") from None

@@ -4,11 +4,13 @@ What always holds: token ids are below `size`, and the same text has the same to
 as JSON and never executed; text is cut, padded or marked by nothing that is not in the configuration.
 """
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import pathlib
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
@@ -126,6 +128,11 @@ def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
             f"data.tokenizer={name!r} is not a Hugging Face tokenizer.json ({str(error)[:200]}); fetch it again, or "
             "make one with `python -m train tokenizer`"
         ) from None
+    if dropout := getattr(model.model, "dropout", None):
+        raise ValueError(
+            f"data.tokenizer={name!r} has a BPE dropout of {dropout}, which makes other tokens of the same text each "
+            'time, so that no run could be resumed; set "dropout": null in the file'
+        )
     model.no_truncation()
     model.no_padding()
     end = model.token_to_id(end_token) if end_token else None
@@ -156,10 +163,13 @@ def size_problem(name: str, size: int, vocab_size: int) -> str | None:
         return (
             f"model.vocab_size={vocab_size} must be at least {size}, because {because}; use --model.vocab-size {size}"
         )
-    if name != BYTES and vocab_size > size * (1 + _MAX_UNUSED):
+    most = int(size * (1 + _MAX_UNUSED))
+    if name != BYTES and vocab_size > most:
+        rounded = -(-size // 128) * 128
         return (
             f"model.vocab_size={vocab_size} does not match data.tokenizer={name!r}, which has {size} ids: it may be up "
-            f"to 10 % more; use --model.vocab-size {-(-size // 128) * 128}, or name the model's own tokenizer"
+            f"to 10 % more; use --model.vocab-size {rounded if rounded <= most else size}, or name the model's own "
+            "tokenizer"
         )
     return None
 
@@ -187,6 +197,12 @@ def train_tokenizer(contents: Iterable[bytes], *, vocab_size: int, out: pathlib.
         raise ValueError(
             f"--vocab-size {vocab_size} must be at least {_SMALLEST}: every byte and {END_OF_TEXT}; 32768 is usual"
         )
+    partial = out.with_name(f"{out.name}.part")
+    with _writing(out):
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text("")  # before the work, which may take hours
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -198,11 +214,16 @@ def train_tokenizer(contents: Iterable[bytes], *, vocab_size: int, out: pathlib.
         show_progress=False,
     )
     model.train_from_iterator((content.decode("utf-8") for content in contents), trainer)
-    partial = out.with_name(f"{out.name}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(out):
         partial.write_text(model.to_str(pretty=True), encoding="utf-8")
         partial.replace(out)
+    return model.get_vocab_size()
+
+
+@contextlib.contextmanager
+def _writing(out: pathlib.Path) -> Generator[None]:
+    """Raises a ValueError that names `out` for an OSError inside."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"--out {str(out)!r} cannot be written ({error.strerror}); name another file") from None
-    return model.get_vocab_size()
