@@ -2,13 +2,18 @@
 
 import importlib
 import io
+import os
+import shutil
 import zipfile
 
 import fsspec
+import fsspec.implementations.dirfs
 import fsspec.implementations.memory
+import fsspec.implementations.tar
+import fsspec.implementations.zip
 import pytest
 from documents import write_folder
-from text_files import KINDS, copy_to_memory, jsonl, make, read
+from text_files import KINDS, TEXTS, copy_to_memory, jsonl, make, read
 
 from train import files as files_module
 from train import stores
@@ -17,14 +22,11 @@ from train.files import Damage, list_files
 
 def test_a_stamp_of_a_web_server_is_what_it_says_of_the_content():
     class Server:
-        def __init__(self, **info):
-            self.info = lambda file: {"name": file, "type": "file", **info}
-
         def ukey(self, file):
             return "of the address alone"
 
     answers = [{"size": 3}, {"size": 4}, {"size": 3, "ETag": "a"}, {"size": 3, "ETag": "b"}, {"Last-Modified": "today"}]
-    stamps = [stores._stamp(Server(**answer), "https://host/a.txt") for answer in answers]
+    stamps = [stores._stamp(Server(), "https://host/a.txt", answer) for answer in answers]
     assert len(set(stamps)) == len(answers)
 
 
@@ -93,12 +95,14 @@ class Folders(fsspec.AbstractFileSystem):
     protocol = "folders"
     cachable = False
     tree = {  # noqa: RUF012
-        "/t": ["/t/b", "/t/a.txt", "/t/locked", "/t/.hidden"],
+        "/t": ["/t/b", "/t/a.txt", "/t/locked", "/t/.hidden", "/t/b"],
         "/t/b": ["/t/b/c.txt"],
         "/t/locked": ["/t/locked/d.txt"],
         "/t/.hidden": ["/t/.hidden/e.txt"],
     }
     locked: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -117,9 +121,15 @@ class Folders(fsspec.AbstractFileSystem):
             raise OSError(5, "Input/output error")
         if path not in self.tree:
             raise FileNotFoundError(path)
-        return [self.info(entry) for entry in self.tree[path]]
+        kinds = {True: "directory", False: "file"}
+        return [
+            {"name": entry, "size": 4, "type": "link" if entry in self.links else kinds[entry in self.tree]}
+            for entry in self.tree[path]
+        ]
 
     def info(self, path, **options):
+        if path in self.broken:
+            raise FileNotFoundError(2, "No such file or directory")
         if path not in self.tree and not any(path in entries for entries in self.tree.values()):
             raise FileNotFoundError(path)
         return {"name": path, "size": 4, "type": "directory" if path in self.tree else "file"}
@@ -151,6 +161,24 @@ def test_a_folder_of_a_store_that_cannot_be_listed_is_named_or_counted(folders, 
         list_files("folders://host/t", Damage(on_error="skip"))
 
 
+def test_links_that_lead_nowhere_or_to_a_folder_are_named_or_counted(folders, monkeypatch):
+    monkeypatch.setattr(folders, "links", ("/t/a.txt", "/t/b"))
+    monkeypatch.setattr(folders, "broken", ("/t/a.txt",))
+    for name, reason in (("a.txt", "No such file or directory"), ("b", "a link to a folder, which is not followed in")):
+        damage = Damage(on_error="skip")
+        assert [file.name for file in list_files("folders://host/t", damage)] == ["locked/d.txt"]
+        assert any(f"'folders://host/t/{name}' cannot be read ({reason}" in line for line in damage.skipped)
+        assert damage.num_skipped == 2
+
+
+def test_a_folder_of_another_store_is_no_search_of_its_own(folders, monkeypatch):
+    monkeypatch.setattr(folders, "locked", ("/t/locked",))
+    system = fsspec.implementations.dirfs.DirFileSystem("/t", fs=folders("host"))
+    assert not stores._lists_at_once(system)
+    files, refused = stores._files_below(system, "")
+    assert sorted(files) == ["a.txt", "b/c.txt"] and [folder for folder, _ in refused] == ["locked"]
+
+
 def test_the_host_of_an_address_is_not_lost(folders):
     """Two hosts with the same names are two texts."""
     files = [*list_files("folders://one/t/b"), *list_files("folders://two/t/b/c.txt")]
@@ -175,6 +203,27 @@ def test_a_chain_of_addresses_is_read_as_one(tmp_path):
     ]
     assert read(f"zip://texts/a.txt::memory://{tmp_path.name}/all.zip")[0] == [("a.txt", b"one")]
     assert read(f"simplecache::memory://{tmp_path.name}/all.zip", on_error="skip")[1][0].startswith("not text")
+    fsspec.filesystem("memory").put(str(make(tmp_path, "parquet")), f"/{tmp_path.name}/a.parquet")
+    assert len(read(f"simplecache::memory://{tmp_path.name}/a.parquet")[0]) == len(TEXTS)
+    assert [file.path for file in list_files(f"zip::file://{tmp_path}/all.zip")] == [
+        f"zip://texts/{name}::file://{tmp_path}/all.zip" for name in ("a.txt", "more/b.txt")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_a_stamp_inside_an_archive_is_that_of_the_content(tmp_path, kind):
+    """Not that of the process which reads it, nor of the archive's address."""
+    stamps = []
+    for text in ("one", "two", "two"):
+        write_folder(tmp_path / "t", {"a.txt": text})
+        os.utime(tmp_path / "t" / "a.txt", (1, 10**9 + 60 * ord(text[1])))
+        shutil.make_archive(str(tmp_path / "all"), kind, tmp_path / "t")
+        fsspec.implementations.zip.ZipFileSystem.clear_instance_cache()
+        fsspec.implementations.tar.TarFileSystem.clear_instance_cache()
+        (file,) = list_files(f"{kind}::file://{tmp_path}/all.{kind}")
+        assert file.name == "a.txt", "also where the archive calls it ./a.txt"
+        stamps.append(file.stamp)
+    assert stamps[0] != stamps[1] == stamps[2]
 
 
 class Changing:
@@ -184,11 +233,10 @@ class Changing:
         self.versions, self.opened = iter(versions), 0
         self.content = next(self.versions)
 
-    def ukey(self, file):
-        return self.content[:1].decode()
-
     def info(self, file):
-        return {"name": file}
+        """As S3 does: of one file more is told than in the listing that was forgotten."""
+        more = {"VersionId": "1"} if self.opened else {"Key": file}
+        return {"name": file, "size": 9, "ETag": self.content[:1].decode(), **more}
 
     def invalidate_cache(self):
         self.content = next(self.versions, self.content)
@@ -214,7 +262,7 @@ class Dropping(io.BytesIO):
 def test_a_file_that_was_replaced_while_it_was_read_is_not_pieced_together(monkeypatch, is_replaced):
     monkeypatch.setattr(stores, "_PAUSES_S", (0.0, 0.0))
     system = Changing([b"a" * 9, b"b" * 9] if is_replaced else [b"a" * 9])
-    stored = stores.Stored(system=system, file="x", stamp=stores._stamp(system, "x"))
+    stored = stores.Stored(system=system, file="x", stamp=stores._stamp(system, "x", system.info("x")))
     with stores.Remote(stored) as raw:
         found = raw.read(4)
         if is_replaced:
@@ -232,8 +280,10 @@ class Web(fsspec.AbstractFileSystem):
     cachable = False
     pages = {  # noqa: RUF012
         "https://host/t/": b"",
+        "https://host/t": b"the same",
         "https://host/t/a.jsonl": jsonl(["<a href=b.txt>", "two"]),
         "https://host/t/b.txt": b"text",
+        "https://host/t/a%20page.txt": b"page",
         "https://host/t/a.jsonl?signature=a/b": jsonl(["<a href=b.txt>", "two"]),
     }
 
@@ -248,7 +298,9 @@ class Web(fsspec.AbstractFileSystem):
         return b"href" in self.pages[path] or path.endswith("/")
 
     def ls(self, path, detail=True, **options):
-        return [self.info(f"https://host/t/{name}") for name in ("a.jsonl", "b.txt")]
+        """With what servers put into their lists: other orders of the list, and a file twice."""
+        names = ("?C=N;O=D", "s/?C=N;O=D", "a.jsonl", "b.txt", "b.txt#top", "a%20page.txt")
+        return [{"name": f"https://host/t/{name}", "size": 1, "type": "file"} for name in names]
 
     def info(self, path, **options):
         return {"name": path, "size": len(self.pages[path]), "type": "file"}
@@ -262,9 +314,11 @@ def test_files_of_a_web_server(monkeypatch):
     monkeypatch.setattr(stores, "_PAUSES_S", (0.0, 0.0))
     monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "https", Web)
     lines = [("a.jsonl:1", b"<a href=b.txt>"), ("a.jsonl:2", b"two")]
-    assert read("https://host/t/")[0] == [*lines, ("b.txt", b"text")]
+    assert read("https://host/t/")[0] == [("a page.txt", b"page"), *lines, ("b.txt", b"text")]
+    cached = list_files("simplecache::https://host/t/")
+    assert [file.name for file in cached] == ["a page.txt", "a.jsonl", "b.txt"]
     assert read("https://host/t/a.jsonl?signature=a/b")[0] == lines
     (file,) = list_files("https://host/t/a.jsonl?signature=a/b")
-    assert file.path == "https://host/t/a.jsonl"
+    assert (file.path, file.real_path) == ("https://host/t/a.jsonl", "https://host/t/a.jsonl?signature=a/b")
     with pytest.raises(ValueError, match=r"nothing.txt' does not exist; correct the address"):
         read("https://host/nothing.txt")

@@ -198,7 +198,7 @@ def _check_overlap(sources: Sequence[_Source]) -> None:
     owners: dict[tuple[str, str], int] = {}
     for index, source in enumerate(sources):
         for file in source.files or ():
-            field = source.field if file.kind(source.field) in ("jsonl", "parquet") else ""
+            field = "" if _kind(file, source.field) in ("text", "array_record") else source.field
             owner = owners.setdefault((file.real_path, field), index)
             if owner != index:
                 raise ValueError(
@@ -208,12 +208,19 @@ def _check_overlap(sources: Sequence[_Source]) -> None:
                 )
 
 
+def _kind(file: SourceFile, field: str) -> str:
+    try:
+        return file.kind(field)
+    except OSError:  # its reader will say so
+        return "unreadable"
+
+
 def _load_part(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say: Callable[[str], None]) -> Part:
     """One source, from memory or from its cache."""
     files, damage = source.files, source.damage
     in_memory = isinstance(tokenizer, ByteTokenizer) and data.cache is None
     cache = None
-    if in_memory and all(file.is_local and file.kind(source.field) == "text" for file in files or ()):
+    if in_memory and all(file.is_local and _kind(file, source.field) == "text" for file in files or ()):
         found = [Document(name, np.frombuffer(text, np.uint8)) for name, text in source.read()]
         documents: Documents = [document for document in found if len(document)]
         num_empty, skipped, num_skipped = len(found) - len(documents), damage.skipped, damage.num_skipped
@@ -251,7 +258,7 @@ def _cache(data: "DataConfig", tokenizer: Tokenizer, source: _Source, *, say: Ca
     if source.files is None:
         stamps = [[document.name, document.digest.hex()] for document in read_standard_library()]
     else:
-        stamps = [[file.name, file.real_path, file.stamp] for file in source.files]
+        stamps = [[file.name, file.real_path if file.is_local else file.path, file.stamp] for file in source.files]
     key = json.dumps([VERSION, tokenizer.fingerprint, source.field, stamps])
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
     folder = pathlib.Path(data.cache or DEFAULT_CACHE).expanduser() / name

@@ -6,7 +6,6 @@ file that changes has another stamp. What lies in a store is listed and read by 
 
 import contextlib
 import dataclasses
-import functools
 import gzip
 import io
 import json
@@ -84,6 +83,7 @@ class SourceFile:
     """Changes when the file does: size and time of change, or what the remote store tells."""
     stored: stores.Stored | None = None
     """Where it is in a store; None: on this machine."""
+    _kinds: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_local(self) -> bool:
@@ -95,13 +95,18 @@ class SourceFile:
 
         Args:
             field: The field of JSON lines that holds the text.
+
+        Raises:
+            OSError: it cannot be looked into.
         """
         base, extension = os.path.splitext(self.name.lower())
         if extension in _COMPRESSED:
             extension = os.path.splitext(base)[1]
-        if extension == ".json":
-            return "jsonl" if _are_json_lines(self._first_lines, field) else "text"
-        return _KINDS.get(extension, "text")
+        if extension != ".json":
+            return _KINDS.get(extension, "text")
+        if field not in self._kinds:
+            self._kinds[field] = "jsonl" if _are_json_lines(self._first_lines(), field) else "text"
+        return self._kinds[field]
 
     @property
     def compression(self) -> str:
@@ -111,8 +116,10 @@ class SourceFile:
 
     @property
     def real_path(self) -> str:
-        """The same for every name that the file goes by."""
-        return os.path.realpath(self.path) if self.is_local else self.path
+        """The same for every name that the file goes by; of the web with what is asked for after a question mark."""
+        if self.stored is None:
+            return os.path.realpath(self.path)
+        return f"{self.path}{self.stored.query}"
 
     @contextlib.contextmanager
     def open(self) -> Generator[typing.Any]:
@@ -148,26 +155,18 @@ class SourceFile:
             return False
         return True
 
-    @functools.cached_property
-    def _first_lines(self) -> list[bytes] | None:
-        """The first two lines that are not empty, or those there are; None when it cannot be read."""
+    def _first_lines(self) -> list[bytes]:
+        """The first two lines that are not empty, or those there are."""
         found: list[bytes] = []
-        try:
-            with self.open() as stream:
-                while len(found) < 2 and (line := stream.readline(_LONGEST_LINE)):
-                    if not line.isspace():
-                        found.append(line)
-        except DECOMPRESSION_ERRORS:
-            pass
-        except OSError:
-            return None
+        with contextlib.suppress(*DECOMPRESSION_ERRORS), self.open() as stream:
+            while len(found) < 2 and (line := stream.readline(_LONGEST_LINE)):
+                if not line.isspace():
+                    found.append(line)
         return found
 
 
-def _are_json_lines(lines: list[bytes] | None, field: str) -> bool:
+def _are_json_lines(lines: list[bytes], field: str) -> bool:
     """Whether a file `*.json` that begins so is one of JSON lines, damaged ones among them, and no document itself."""
-    if lines is None:  # reading it as lines will say so
-        return True
     if lines and len(lines[0]) == _LONGEST_LINE:
         return lines[0].lstrip().startswith(b"{")
     rows = [_json_object(line) for line in lines]

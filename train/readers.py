@@ -61,7 +61,12 @@ def read_documents(files: list[SourceFile], *, field: str, damage: Damage) -> It
     """
     strange = []
     for file in files:
-        kind, num_skipped = file.kind(field), damage.num_skipped
+        num_skipped = damage.num_skipped
+        try:
+            kind = file.kind(field)
+        except OSError as error:
+            damage.unreadable(file.path, error)
+            continue
         if kind == "text":
             content = _read_text(file, damage)
             reason = None if content is None else why_not_text(content)
@@ -164,7 +169,7 @@ def _read_parquet(file: SourceFile, field: str, damage: Damage) -> Iterator[RawT
     except (*DECOMPRESSION_ERRORS, pyarrow.ArrowException) as error:
         damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({reason_of(error)})")
     except OSError as error:  # also what Arrow makes of a cut or altered page
-        if error.errno is None:
+        if error.errno in (None, errno.ESPIPE):
             damage.found(f"{file.path!r}, from row {number + 1} on: damaged ({reason_of(error)})")
         else:
             damage.unreadable(file.path, error, f", from row {number + 1} on,")

@@ -13,16 +13,22 @@ import io
 import os
 import time
 import typing
+import urllib.parse
 from collections.abc import Callable
 
 import fsspec
+from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.asyn import AsyncFileSystem
 
 from train.text import reason_of
 
 _PAUSES_S = (0.5, 2.0)
-_STAMPS = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified")
 _WEB = ("http", "https")
+# What tells of the content, the best first: a listing and a question about one file may know different ones.
+_IDENTITIES = (
+    "ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "blob_id", "sha", "CRC",
+    "LastModified", "Last-Modified", "last_modified", "mtime", "modify", "updated",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,26 +42,30 @@ class Stored:
     stamp: str
     """What the store tells of its content."""
 
+    @property
+    def query(self) -> str:
+        """Of the web, what follows the name in its address."""
+        return self.file.removeprefix(_without_query(self.system, self.file))
+
 
 def list_files(path: str, unreadable: Callable[[str, OSError], None]) -> list[tuple[str, str, Stored]]:
     """(name relative to `path`, address, file) of the file at an address, or of all below it that are not hidden.
 
     Args:
         path: An address, also a chain of them (`zip://texts::s3://bucket/all.zip`).
-        unreadable: Told about a folder below it that cannot be listed: its address, and why.
+        unreadable: Told about what lies below it and cannot be looked into: its address, and why.
 
     Raises:
         ValueError: there is none, or the store does not answer.
     """
     try:
         system, root = fsspec.core.url_to_fs(path)
-        kind = _kind(system, root)
+        kind, root = _kind(system, root, path)
         files, refused = [root] if kind == "file" else [], []
         if kind == "directory":
             files, refused = _files_below(system, root)
-        named = [(_relative(system, file, root), file) for file in files]
-        named = sorted((entry for entry in named if not _is_hidden(entry[0])), key=lambda entry: _as_walked(entry[0]))
-        stamps = [_patiently(lambda file=file: _stamp(system, file)) for _, file in named]
+        found = _named(system, files, root, kind)
+        stored = [_look(system, file, refused, is_only=kind == "file") for _, file in found]
     except ImportError as error:
         raise ValueError(
             f"data.path={path!r} needs a package that is not installed ({error}); install it, or copy the data here"
@@ -65,38 +75,37 @@ def list_files(path: str, unreadable: Callable[[str, OSError], None]) -> list[tu
             f"data.path={path!r} cannot be listed ({reason_of(error)}); correct the address or the credentials of this "
             "machine"
         ) from error
-    for folder, error in refused:
-        unreadable(_address(path, system, folder, root), error)
+    for place, error in refused:
+        unreadable(_address(path, system, place, root), error)
     if kind is None:
         raise ValueError(f"data.path={path!r} does not exist; correct the address")
-    if not named:
+    if not any(stored):
         raise ValueError(f"data.path={path!r} is a folder without files that can be read; name another folder")
-    return [
-        (name, _address(path, system, file, root), Stored(system=system, file=file, stamp=stamp))
-        for (name, file), stamp in zip(named, stamps, strict=True)
-    ]
+    named = zip(found, stored, strict=True)
+    return [(name, _address(path, system, file, root), it) for (name, file), it in named if it is not None]
 
 
-def _kind(system: typing.Any, root: str) -> str | None:
-    """`file`, `directory`, or None where nothing is. A page of the web may be both, so its address decides."""
+def _kind(system: typing.Any, root: str, path: str) -> tuple[str | None, str]:
+    """(`file`, `directory` or None for nothing, what its files call it). A page of the web may be both: the address
+    decides."""
     if _is_web(system):
         there = _patiently(lambda: system.exists(root))
-        return None if not there else "directory" if root.endswith("/") else "file"
+        return (None if not there else "directory" if _without_query(system, path).endswith("/") else "file"), root
     try:
         found = _patiently(lambda: system.info(root))
     except FileNotFoundError:
-        return None
-    return "directory" if found["type"] == "directory" else "file"
+        return None, root
+    return ("directory", found["name"]) if found["type"] == "directory" else ("file", root)
 
 
 def _files_below(system: typing.Any, root: str) -> tuple[list[str], list[tuple[str, OSError]]]:
-    """All files below a folder, and the folders that cannot be listed with the reason.
+    """All files below a folder, and the folders and links that cannot be followed with the reason.
 
     fsspec's own search takes a folder that cannot be listed for an empty one.
     """
     if _lists_at_once(system):
         return _patiently(lambda: system.find(root)), []
-    files, refused, folders, seen = [], [], [root], {root.rstrip("/")}
+    files, refused, folders, seen = [], [], [root], set()
     while folders:
         folder = folders.pop()
         try:
@@ -107,33 +116,69 @@ def _files_below(system: typing.Any, root: str) -> tuple[list[str], list[tuple[s
             refused.append((folder, error))
             continue
         for entry in entries:
-            name = entry["name"].rstrip("/")
-            if name in seen or _is_hidden(_relative(system, name, root)):
+            name, is_folder = entry["name"].rstrip("/"), entry["type"] == "directory"
+            if (name, is_folder) in seen or name == folder.rstrip("/"):
                 continue
-            seen.add(name)
-            if entry["type"] == "directory":
-                folders.append(entry["name"])
-            else:
+            seen.add((name, is_folder))
+            if not is_folder:
                 files.append(entry["name"])
+            elif not _is_hidden(_relative(system, name, root)):
+                folders.append(entry["name"])
     return files, refused
+
+
+def _named(system: typing.Any, files: list[str], root: str, kind: str | None) -> list[tuple[str, str]]:
+    """(name relative to `root`, file) of each that is not hidden, in the order of `train.text.walk`.
+
+    Stores mark a folder by a file without a name, and pages of the web link themselves in other orders.
+    """
+    named: dict[str, str] = {}
+    for file in files:
+        name = _relative(system, file, root)
+        if kind == "file" or (name and not _without_query(system, file).endswith("/") and not _is_hidden(name)):
+            named.setdefault(name, file)
+    return sorted(named.items(), key=lambda entry: _as_walked(entry[0]))
+
+
+def _look(system: typing.Any, file: str, refused: list[tuple[str, OSError]], *, is_only: bool) -> Stored | None:
+    """The file, with what is told of its content; None where that cannot be told, which is put into `refused`."""
+    try:
+        info = _patiently(lambda: system.info(file))
+        if info["type"] == "directory":
+            raise OSError(errno.EISDIR, "a link to a folder, which is not followed in a store")
+        return Stored(system=system, file=file, stamp=_patiently(lambda: _stamp(system, file, info)))
+    except OSError as error:
+        if is_only:
+            raise
+        refused.append((file, error))
+        return None
 
 
 def _lists_at_once(system: typing.Any) -> bool:
     """Whether the store has a search of its own: one listing of all keys, which fails as a whole."""
-    kind = type(system)
-    if isinstance(system, AsyncFileSystem):
+    kind = type(_inner(system))
+    if issubclass(kind, AsyncFileSystem):
         return kind._find is not AsyncFileSystem._find
     return kind.find is not fsspec.AbstractFileSystem.find
 
 
-def _stamp(system: typing.Any, file: str) -> str:
-    """What the store tells of the content; a web server's identity of a file is its address alone, so more is asked."""
-    info = system.info(file)
-    if "mtime" in info and "time" in info:  # of SFTP, when it was last read
-        own = hashlib.sha256(str({name: info[name] for name in sorted(info) if name != "time"}).encode()).hexdigest()
-    else:
-        own = str(system.ukey(file))
-    return " ".join([own, *(f"{name}={info[name]}" for name in _STAMPS if info.get(name))])
+def _stamp(system: typing.Any, file: str, info: dict[str, typing.Any]) -> str:
+    """What the store tells of the content: the best identity, and the size. An archive's own key is that of the process
+    that reads it, and a web server's is the address alone."""
+    for name in _IDENTITIES:
+        if info.get(name):
+            return f"size={info.get('size')} {name}={info[name]}"
+    if isinstance(_inner(system), AbstractArchiveFileSystem):
+        told = {name: info[name] for name in sorted(info)}
+        return hashlib.sha256(str(told).encode("utf-8", "surrogateescape")).hexdigest()
+    return f"size={info.get('size')} {system.ukey(file)}"
+
+
+def _inner(system: typing.Any) -> typing.Any:
+    """The file system behind a cache or a folder of another."""
+    while isinstance(inner := getattr(system, "fs", None), fsspec.AbstractFileSystem):
+        system = inner
+    return system
 
 
 def _address(path: str, system: typing.Any, file: str, root: str) -> str:
@@ -141,18 +186,23 @@ def _address(path: str, system: typing.Any, file: str, root: str) -> str:
     path = _without_query(system, path)
     if file == root:
         return path
-    links = path.split("::")
-    where = next(index for index, link in enumerate(links) if "://" in link)
-    separator = "" if links[where].endswith("/") else "/"
-    links[where] += separator + _relative(system, file, root)
+    links, name = path.split("::"), _relative(system, file, root)
+    for index, link in enumerate(links):
+        if "://" in link:
+            links[index] += name if link.endswith("/") else f"/{name}"
+            break
+        if issubclass(fsspec.get_filesystem_class(link), AbstractArchiveFileSystem):
+            links[index] = f"{link}://{name}"
+            break
     return "::".join(links)
 
 
 def _relative(system: typing.Any, file: str, root: str) -> str:
     """The name of a file from the folder `root` on; of `root` itself, its last part."""
-    file, root = _without_query(system, file), _without_query(system, root)
-    inside = file.removeprefix(root.rstrip("/")).lstrip("/")
-    return inside or file.rsplit("/", 1)[-1]
+    file, base = _without_query(system, file), _without_query(system, root)
+    inside = file.rsplit("/", 1)[-1] if file == base else file.removeprefix(base.rstrip("/"))
+    name = "/".join(part for part in inside.split("/") if part not in ("", "."))
+    return urllib.parse.unquote(name) if _is_web(system) else name
 
 
 def _without_query(system: typing.Any, address: str) -> str:
@@ -161,12 +211,12 @@ def _without_query(system: typing.Any, address: str) -> str:
 
 
 def _is_web(system: typing.Any) -> bool:
-    names = system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)
-    return any(name in _WEB for name in names)
+    names = _inner(system).protocol
+    return any(name in _WEB for name in ((names,) if isinstance(names, str) else names))
 
 
 def _as_walked(name: str) -> list[tuple[bool, str]]:
-    """Puts names into the order of `train.text.walk`: the files of a folder before its subfolders."""
+    """Puts names into that order: the files of a folder before its subfolders."""
     *folders, file = name.split("/")
     return [*((True, folder) for folder in folders), (False, file)]
 
@@ -218,7 +268,7 @@ class Remote(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         begin = 0 if whence == os.SEEK_SET else self._position
         if whence == os.SEEK_END:
-            begin = _patiently(lambda: self._opened().size)
+            begin = _patiently(self._size)
             if begin is None:
                 raise OSError(errno.ESPIPE, "its server does not say how long it is; copy it to this machine")
         self._position = begin + offset
@@ -234,12 +284,16 @@ class Remote(io.RawIOBase):
         self._drop()
         super().close()
 
+    def _size(self) -> int | None:
+        size = getattr(self._opened(), "size", None)  # a cached copy does not say
+        return self._stored.system.info(self._stored.file).get("size") if size is None else size
+
     def _opened(self) -> typing.Any:
         if self._file is None:
             system, file = self._stored.system, self._stored.file
             if self._has_failed and self._position:
                 system.invalidate_cache()
-                if _stamp(system, file) != self._stored.stamp:
+                if _stamp(system, file, system.info(file)) != self._stored.stamp:
                     raise Replaced("it was replaced while it was read")
             self._file = system.open(file, "rb")
         return self._file
