@@ -3,16 +3,19 @@
 import dataclasses
 import errno
 import gc
+import os
 import shutil
+import types
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from disks import full_disk
 from tiny_run import config, write_text
 
 from ring_jax import make_mesh
-from train import checkpoint, reading
+from train import checkpoint, distributed, reading
 from train.checkpoint import CheckpointError, CheckpointStore, Meta, read_newest_meta
 from train.config import DataConfig, MeshConfig, to_json
 from train.data import batches, load_corpus
@@ -213,22 +216,95 @@ def test_a_checkpoint_that_cannot_be_read_now_is_tried_again_and_never_moved(run
     assert not (run_dir / "checkpoints_incomplete").exists()
 
 
-def test_one_that_was_passed_over_is_kept_and_a_disk_without_room_for_it_stops_nothing(run_dir, monkeypatch):
+def io_error(*_, **__):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def fail_under(folder, plain):
+    """A function of `os` that fails for paths in the folder, as on a disk that does not answer."""
+    return lambda path, *more, **names: (io_error if str(path).startswith(str(folder)) else plain)(path, *more, **names)
+
+
+def test_what_was_passed_over_is_kept_under_a_free_name_and_nothing_takes_its_place(run_dir, monkeypatch):
     store = CheckpointStore(run_dir, keep=2)
-    (run_dir / "checkpoints_incomplete" / "1").mkdir(parents=True)
-    store.move_aside(["2", "4"])
-    assert [path.name for path in (run_dir / "checkpoints_incomplete").iterdir()] == ["4"]
+    aside = run_dir / "checkpoints_incomplete"
+    (aside / "4").mkdir(parents=True)
+    assert store.move_aside([2, 4]) == [f"moved to {aside}/2", f"moved to {aside}/4.1"]
+    assert sorted(path.name for path in aside.iterdir()) == ["2", "4", "4.1"]
     assert folders(run_dir) == []
-
-    def refuse(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    (run_dir / "checkpoints" / "6").mkdir()
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
-    store.move_aside(["6"])
-    monkeypatch.undo()
-    assert folders(run_dir) == []
+    for step in (6, 8):
+        (run_dir / "checkpoints" / str(step)).mkdir()
+    shutil.rmtree(aside)
+    aside.touch()  # nothing can be moved there
+    assert store.move_aside([6]) == [f"moved to {run_dir}/checkpoints/6.incomplete"]
+    assert folders(run_dir) == ["6.incomplete", "8"]
+    monkeypatch.setattr("pathlib.Path.rename", io_error)
+    with pytest.raises(
+        TryAgainError, match=r"checkpoints/8, whose step runs again, cannot be moved .*move it yourself"
+    ):
+        store.move_aside([8])
+    assert folders(run_dir) == ["6.incomplete", "8"]
     store.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damaged_ones_move_when_an_older_one_is_restored_and_the_lines_say_where(run_dir):
+    run, aside = config(), run_dir / "checkpoints_incomplete"
+    for step in (6, 8):
+        (run_dir / "checkpoints" / str(step)).mkdir()
+    store = CheckpointStore(run_dir, keep=4)
+    with pytest.raises(CheckpointError, match=r"checkpoints holds none of step 1 or before$"):
+        store.restore(abstract_state(run, mesh_of(run)), up_to=1)
+    assert folders(run_dir) == ["2", "4", "6", "8"]
+    _, found, lines = store.restore(abstract_state(run, mesh_of(run)))
+    assert found.step == 4
+    assert [line.split(",")[0] for line in lines] == ["8: incomplete or damaged", "6: incomplete or damaged"]
+    assert [line.split("; ")[-1] for line in lines] == [f"moved to {aside}/8", f"moved to {aside}/6"]
+    store.close()
+    for step in (2, 4):
+        _remove_meta(run_dir / "checkpoints" / str(step))
+    store = CheckpointStore(run_dir, keep=4)
+    with pytest.raises(CheckpointError, match=r"4: incomplete.*2: incomplete") as caught:
+        store.restore(abstract_state(run, mesh_of(run)))
+    assert "moved" not in str(caught.value)
+    assert folders(run_dir) == ["2", "4"]
+    store.close()
+
+
+def test_all_processes_wait_until_they_see_the_same_checkpoints(run_dir, monkeypatch):
+    """This one still sees checkpoint 4, which process 0 has moved away."""
+    seen = []
+    store = CheckpointStore(run_dir, keep=2)
+    monkeypatch.setattr(distributed, "from_main", lambda _: [2])
+    monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(sleep=seen.append))
+    with pytest.raises(TryAgainError, match="still sees other checkpoints than process 0"):
+        store._reload()
+    assert sum(seen) >= 60
+    checkpoint.time.sleep = lambda _: shutil.rmtree(run_dir / "checkpoints" / "4")
+    store._reload()
+    assert store._steps() == [2]
+    store.close()
+
+
+def test_an_old_checkpoint_that_cannot_be_read_is_no_crash(run_dir, monkeypatch):
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "restore", io_error)
+    with pytest.raises(
+        TryAgainError, match=r"run/checkpoints cannot be read .*Input/output error.*again with --resume"
+    ):
+        CheckpointStore(run_dir, keep=2)
+
+
+def test_a_store_that_does_not_answer_costs_a_checkpoint(tmp_path, monkeypatch):
+    state, store = init_state(config(), mesh_of(config())), CheckpointStore(tmp_path, keep=2)
+    monkeypatch.setattr(ocp.CheckpointManager, "save", io_error)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail_under(tmp_path / "checkpoints", os.stat))
+        assert store.save(state, meta(1)).startswith("checkpoint of step 1 not written: OSError: [Errno 5]")
+    monkeypatch.setattr(CheckpointStore, "_open", io_error)
+    assert store.save(state, meta(2)).startswith("checkpoint of step 2 not written: OSError: [Errno 5]")
+    monkeypatch.setattr(distributed, "num_processes", lambda: 2)  # then the others wait in `_open` for this one
+    with pytest.raises(TryAgainError, match="checkpoints cannot be read or written"):
+        store.save(state, meta(3))
 
 
 def test_a_held_out_loss_that_is_not_finite_is_never_the_best(tmp_path):

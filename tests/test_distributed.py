@@ -297,6 +297,7 @@ def test_an_error_in_one_process_ends_all_with_its_message(text, tmp_path):
         for process in range(2):
             assert "OSError: the disk of host b is gone" in two.output(process).split("error:")[-1]
         assert "process 1 on" in two.output(0)
+    assert (tmp_path / "run" / "checkpoints" / "3").is_dir(), "all processes save the step that ran"
 
 
 @pytest.mark.slow

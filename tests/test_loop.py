@@ -46,7 +46,7 @@ def text(tmp_path_factory):
 
 def tiny(text, run_dir, **changes):
     data = DataConfig(path=text, seq_len=64, batch_size=2, held_out_fraction=0.2)
-    return config(data=data, run_dir=str(run_dir), **changes)
+    return config(**{"data": data, "run_dir": str(run_dir)} | changes)
 
 
 def run(run_config):
@@ -370,6 +370,8 @@ def test_a_full_disk_ends_no_run_and_what_it_costs_is_counted(text, tmp_path, un
         # The heartbeat writes by the clock: steps 3 to 5 may lie between two beats, the end of a run never.
         assert said == 1 or (said == 0 and name == "heartbeat.json" and not lasts)
     assert "checkpoint of step 4 not written" in output.getvalue()
+    of_last = [line for line in output.getvalue().splitlines() if "step 6 not written" in line]
+    assert len(of_last) == lasts and not any("tries again" in line for line in of_last)
     assert f"metrics.jsonl ({4 if lasts else 2} times)" in output.getvalue()
     assert (run_dir / "summary.json").exists() is not lasts
     if not lasts:

@@ -108,6 +108,13 @@ def test_tensorboard_shows_the_same_numbers_and_hides_what_came_twice(tmp_path):
     assert scalars(tmp_path) == [(1, "by/0", 1.5), (1, "loss", 1.0), (2, "loss", 21.0)]
 
 
+def test_tensorboard_hides_what_a_run_wrote_before_it_started_again_at_its_first_step(tmp_path):
+    for loss in (1.0, 2.0):
+        with MetricsLog(tmp_path, first_step=1) as log:
+            log.write(1, {"loss": loss})
+    assert scalars(tmp_path) == [(1, "loss", 2.0)]
+
+
 def test_a_full_disk_costs_whole_rows_which_are_counted_and_said_once(tmp_path):
     said = []
     unwritten = Unwritten(said.append)

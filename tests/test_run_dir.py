@@ -41,6 +41,21 @@ def test_whose_folder_it_is(tmp_path):
         check_run_dir(tmp_path / "other", resume=True)
 
 
+def test_a_cache_of_tokens_in_the_folder_is_no_part_of_a_run(tmp_path, monkeypatch):
+    (tmp_path / "run" / "cache" / "0123").mkdir(parents=True)
+    for cache in ("run/cache", "run/cache/deeper", "run"):
+        for resume in (False, True):
+            check_run_dir(tmp_path / "run", resume=resume, cache=str(tmp_path / cache))
+    with pytest.raises(RunDirError, match="already holds a run"):
+        check_run_dir(tmp_path / "run", resume=False, cache=str(tmp_path / "elsewhere"))
+    monkeypatch.chdir(tmp_path)
+    check_run_dir(tmp_path / "run", resume=False, cache="run/cache")
+    (tmp_path / "run" / "config.json").touch()
+    for cache in ("run/cache", "run"):
+        with pytest.raises(RunDirError, match="already holds a run"):
+            check_run_dir(tmp_path / "run", resume=False, cache=cache)
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match=r"file/run' cannot be written .*Not a directory.*--run-dir"):
@@ -82,6 +97,13 @@ def test_a_run_on_another_machine_is_waited_for_and_may_be_tried_again(tmp_path,
             pass
     assert len(said) == 1
     assert "waiting up to" in said[0]
+
+
+def test_no_room_for_the_name_in_the_lock_is_no_error(tmp_path):
+    with full_disk(4), sole_writer(tmp_path, print):
+        pass
+    with sole_writer(tmp_path, print):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
 HOLD = """

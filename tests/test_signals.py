@@ -34,6 +34,20 @@ def test_one_signal_only_asks(number, code, capfd):
     assert f"{number.name}: leaving after this step; once more stops at once" in capfd.readouterr().err
 
 
+def test_a_process_that_cannot_go_on_makes_all_leave():
+    with StopRequest(lambda own: max(own, 15)) as stop:  # another process got a signal, too
+        stop.fail()
+        assert not stop.requested
+        stop.settle()
+        assert stop.requested and stop.failed
+    with StopRequest(lambda _: 1000) as other:
+        other.settle()
+        assert other.failed
+    with StopRequest() as alone:
+        alone.fail()
+        assert alone.requested and alone.failed
+
+
 def test_a_second_signal_ends_the_process_at_once():
     command = [sys.executable, "-c", BUSY]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -12,7 +12,8 @@ reported, older checkpoints stay until a newer one is complete, and the next sav
 processes a save fails for all when it fails for one (`train.save_barrier`), and the job goes on like that, too.
 
 A restore passes over a checkpoint whose content is damaged. One that cannot be read for another reason (a store that
-does not answer, no permission, no memory) is good, as far as anyone knows: it stays, and the restore fails.
+does not answer, no permission, no memory) is good, as far as anyone knows: it stays, and the restore fails. What was
+passed over is moved out of the way (`train.set_aside`) when an older one is restored, and else stays.
 
     <run directory>/checkpoints/120/state    arrays by tree path: params/..., opt_state/..., step
                                     meta     JSON: step, data_state, config, text_fingerprint, tokenizer, jax_version
@@ -24,9 +25,11 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -36,14 +39,16 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from train import distributed
 from train.errors import TryAgainError
-from train.reading import DAMAGED, UNREADABLE, first_line, try_to_read
+from train.reading import DAMAGED, UNREADABLE, first_line, or_try_again, try_to_read
 from train.run_dir import CHECKPOINT_FOLDER
-from train.save_barrier import PeerFailed
+from train.save_barrier import cause, most_telling
+from train.set_aside import set_aside
 from train.state import TrainState
 
 SET_ASIDE_FOLDER = "checkpoints_incomplete"
 _METRIC = "held_out_loss"
 _WRITE_TIMEOUT = 900
+_ALIKE_WITHIN_S = 90  # NFS may show for a minute what is gone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,9 @@ class CheckpointStore:
           keep: newest checkpoints that stay.
           keep_best: checkpoints with the lowest held-out loss that stay, too.
           timeout: seconds after which a write that does not end has failed.
+
+        Raises:
+          TryAgainError: they cannot be listed, or the folder cannot be made.
         """
         self.folder = run_dir.absolute() / CHECKPOINT_FOLDER
         self.num_failures, self.failure = 0, None
@@ -89,8 +97,9 @@ class CheckpointStore:
         self._writing: int | None = None
         self._barrier = distributed.save_barrier()
         self._keep, self._keep_best, self._timeout = keep, keep_best, timeout
-        self._drop_damaged_metrics()
-        self._manager = self._open()
+        with or_try_again(f"the checkpoints in {self.folder}"):
+            self._drop_damaged_metrics()
+            self._manager = self._open()
 
     def _drop_damaged_metrics(self) -> None:
         """They only tell which checkpoint is the best, and one that is damaged keeps the manager from being opened."""
@@ -123,14 +132,22 @@ class CheckpointStore:
         )
 
     def _reopen(self) -> None:
-        """After a failed save: the manager would report other errors of it at the next one, which would fail, too."""
-        if distributed.any_process(not self.folder.is_dir()):
+        """After a failed save: the manager would report other errors of it at the next one, which would fail, too.
+
+        Raises:
+          TryAgainError: this process of several cannot open the store, where the others wait for it.
+        """
+        if distributed.any_process(not os.path.isdir(self.folder)):  # False where it does not answer, too
             return  # nothing can be opened; saves go on failing until the store is back
         with contextlib.suppress(Exception):
             self._manager.close()
         self._clear_up()
-        with contextlib.suppress(OSError):  # the closed one fails in its place, and after it comes another attempt
-            self._manager = self._open()
+        try:
+            with or_try_again(f"the checkpoints in {self.folder}"):
+                self._manager = self._open()
+        except TryAgainError:
+            if distributed.num_processes() > 1:
+                raise  # alone, the closed one fails in its place, and after it comes another attempt
 
     def save(self, state: TrainState, meta: Meta, *, held_out_loss: float | None = None) -> str | None:
         """Begin to write one checkpoint; when it is complete, those that are neither new nor best are removed.
@@ -184,36 +201,38 @@ class CheckpointStore:
         self._clear_up()
         return [f"{name}: an interrupted write, removed" for name in names]
 
-    def restore(self, abstract: TrainState) -> tuple[TrainState, Meta, list[str]]:
+    def restore(self, abstract: TrainState, *, up_to: float = math.inf) -> tuple[TrainState, Meta, list[str]]:
         """The newest complete checkpoint, in the shardings of `abstract`, and a line for everything passed over.
 
-        What was passed over is taken out of the way (`move_aside`), so that the run can save those steps again.
+        What was passed over is then taken out of the way (`move_aside`), so that the run can save those steps again.
 
         Raises:
-          CheckpointError: there is no complete checkpoint.
+          CheckpointError: there is no complete checkpoint of step `up_to` or before; all stay where they are.
           TryAgainError: one cannot be read, for another reason than its content.
         """
         names = _by_name(abstract)
         self.settle()
-        skipped: dict[str, str] = {}
-        for step in distributed.from_main(self._steps()):
+        skipped: dict[int, str] = {}
+        for step in (step for step in distributed.from_main(self._steps()) if step <= up_to):
             folder = self.folder / str(step)
             found, outcome, problem = None, UNREADABLE, "another host of the job does not see it"
-            if distributed.wait_for(folder):
+            if distributed.num_processes() == 1 or distributed.wait_for(folder):
                 with distributed.reading("checkpoint", step):
                     read = functools.partial(_read_all, folder, names)
                     found, outcome, problem = try_to_read(read)
             worst = distributed.largest(outcome)
             if worst == UNREADABLE:
-                raise TryAgainError(_unreadable(folder, _most_telling(distributed.gather(problem))))
+                raise TryAgainError(_unreadable(folder, most_telling(distributed.gather(problem))))
             if worst == DAMAGED or found is None:
-                why = problem or "as another process found"
-                skipped[str(step)] = f"{step}: incomplete or damaged, {why}; moved to {self._set_aside}"
+                skipped[step] = f"{step}: incomplete or damaged, {problem or 'as another process found'}"
                 continue
             meta, arrays = found
-            self.move_aside(skipped)
+            became = self.move_aside(list(skipped))
+            lines = [f"{line}; {words}" for line, words in zip(skipped.values(), became, strict=True)]
             leaves = [arrays[name] for name in names]
-            return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta, list(skipped.values())
+            return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta, lines
+        if up_to < math.inf:
+            raise CheckpointError(f"{self.folder} holds none of step {up_to} or before{_found(skipped.values())}")
         raise CheckpointError(_nothing_to_resume(self.folder, skipped.values()))
 
     def close(self) -> str | None:
@@ -231,12 +250,12 @@ class CheckpointStore:
         try:
             work()
         except Exception as error:  # whatever a store makes of a failed write
-            problem = first_line(_cause(error))
+            problem = first_line(cause(error))
         reasons = distributed.gather(problem) if distributed.any_process(bool(problem)) else []
         if not reasons:
             return None
         self.num_failures += 1
-        self.failure = f"checkpoint of step {self._writing} not written: {_most_telling(reasons)}"
+        self.failure = f"checkpoint of step {self._writing} not written: {most_telling(reasons)}"
         self._writing = None
         self._reopen()
         return self.failure
@@ -261,20 +280,36 @@ class CheckpointStore:
         for name in _interrupted(self.folder) if distributed.is_main() else ():
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def move_aside(self, steps: Iterable[str]) -> None:
-        """Take checkpoints out of the way. The newest is kept in `checkpoints_incomplete`, alone, if there is room."""
-        found = sorted(steps, key=int) if distributed.is_main() else []
-        for step in found[:-1]:
-            shutil.rmtree(self.folder / step, ignore_errors=True)
-        for step in found[-1:]:
-            shutil.rmtree(self._set_aside, ignore_errors=True)
-            try:
-                self._set_aside.mkdir()
-                (self.folder / step).rename(self._set_aside / step)
-            except OSError:  # a full disk, say
-                shutil.rmtree(self.folder / step, ignore_errors=True)
-        distributed.check_same("checkpoints moved away", {})
-        self._manager.reload()
+    def move_aside(self, steps: Collection[int]) -> list[str]:
+        """Take checkpoints out of the way, into `checkpoints_incomplete`; words for what became of each.
+
+        Raises:
+          TryAgainError: one cannot be moved, or a process goes on seeing it.
+        """
+        if not steps:
+            return []
+        became = set_aside(self.folder, steps, self._set_aside)
+        self._reload()
+        return became
+
+    def _reload(self) -> None:
+        """Read the list of checkpoints anew until it is the same in all processes: one that still sees a step that is
+        gone would not save it again, and leave the others alone in that save.
+
+        Raises:
+          TryAgainError: it stays another one.
+        """
+        for _ in range(_ALIKE_WITHIN_S):
+            with or_try_again(f"the checkpoints in {self.folder}"):
+                self._manager.reload()
+            steps = self._steps()
+            if not distributed.any_process(steps != distributed.from_main(steps)):
+                return
+            time.sleep(1)
+        raise TryAgainError(
+            f"{self.folder}: after {_ALIKE_WITHIN_S} s a process still sees other checkpoints than process 0; start "
+            "again with --resume"
+        )
 
 
 def read_newest_meta(run_dir: pathlib.Path) -> Meta | None:
@@ -318,22 +353,6 @@ def _by_name(state: TrainState) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _cause(error: BaseException) -> BaseException:
-    """What failed in this process, where there is such a thing, in the place of "another one failed"."""
-    found: BaseException | None = error
-    while isinstance(found, PeerFailed):
-        found = found.__context__
-    return found or error
-
-
-def _most_telling(reasons: list[str]) -> str:
-    """The reason of the first process that has one of its own."""
-    given = [(process, reason) for process, reason in enumerate(reasons) if reason]
-    own = [(process, reason) for process, reason in given if not reason.startswith(PeerFailed.__name__)]
-    process, reason = (own or given)[0]
-    return f"process {process}: {reason}" if len(reasons) > 1 else reason
-
-
 def _read_all(folder: pathlib.Path, names: dict[str, Any]) -> tuple[Meta, dict[str, Any]]:
     return _read_meta(folder), _read_arrays(folder, names)
 
@@ -367,8 +386,11 @@ def _unreadable(folder: pathlib.Path, reason: str) -> str:
 
 
 def _nothing_to_resume(folder: pathlib.Path, skipped: Collection[str]) -> str:
-    detail = f" (found {'; '.join(skipped)})" if skipped else ""
     return (
-        f"--resume: {folder} holds no complete checkpoint{detail}, so there is nothing to continue; delete "
+        f"--resume: {folder} holds no complete checkpoint{_found(skipped)}, so there is nothing to continue; delete "
         f"{folder.parent} or choose another --run-dir, and start without --resume"
     )
+
+
+def _found(skipped: Collection[str]) -> str:
+    return f" (found {'; '.join(skipped)})" if skipped else ""

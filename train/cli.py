@@ -56,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
     """Run one command.
 
     Returns:
-      The exit code. 0: done. 1: too many steps in a row were skipped because the loss was not finite, or the last
-      checkpoint or the summary could not be written. 2: something that was typed is wrong. 3: of a plan, nothing fits;
-      of a rehearsal, the step does not fit. 4: of a rehearsal, a hop of the ring is exposed. 75: another process of the
-      job was lost or came too late, or a checkpoint cannot be read: the same command helps. 130, 143: ended early by
-      SIGINT or SIGTERM, with a checkpoint.
+      The exit code. 0: done. 1: too many steps in a row were skipped because the loss was not finite, a batch could not
+      be read, or the last checkpoint or the summary could not be written. 2: something that was typed is wrong. 3: of a
+      plan, nothing fits; of a rehearsal, the step does not fit. 4: of a rehearsal, a hop of the ring is exposed. 75:
+      another process of the job was lost or came too late, or the run directory or a checkpoint cannot be read: the
+      same command helps. 130, 143: ended early by SIGINT or SIGTERM, with a checkpoint.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(_HELP)

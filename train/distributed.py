@@ -236,7 +236,7 @@ def check_shared(folder: pathlib.Path) -> None:
 def wait_for(path: pathlib.Path) -> bool:
     """Whether a new file of another host shows, which may take a network file system some seconds."""
     deadline = time.monotonic() + (_SHOWS_WITHIN_S if _job.num_processes > 1 else 0.0)
-    while not path.exists():
+    while not os.path.exists(path):  # False where the store does not answer, too
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
@@ -261,6 +261,12 @@ def check_batch(batch: Mapping[str, np.ndarray]) -> None:
             f"process {_job.process}: the batch shapes {shapes} must stay those of the first batch, "
             f"{_job.batch_shapes}: other processes cannot know of a change; pad the rows to one length"
         )
+
+
+def wait_for_the_verdict() -> None:
+    """Another process is on its way out, in error: the watchdog says why, and ends this one, too."""
+    at("waiting for the end of a process that failed", 0)
+    _job.client.wait_at_barrier("a process failed", _NO_LIMIT_MS)
 
 
 def to_host(tree: Any) -> Any:

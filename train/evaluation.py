@@ -30,7 +30,8 @@ def make_evaluate(
     curve: PositionCurve | None = None,
     on_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[TrainState, int | None], float | None]:
-    """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between.
+    """The function (state, number of batches, None for all) -> held-out loss, or None when a signal came in between and
+    more than a few batches were left.
 
     Where these batches hold no target at all, the next are read until one does; without any the loss is NaN.
 
@@ -60,8 +61,9 @@ def make_evaluate(
                 on_batch()
                 if done % _BATCHES_A_SIGNAL == 0:
                     stop.settle()
+                left = math.inf if num_batches is None else num_batches - done
                 done += 1
-                if stop.requested:
+                if stop.requested and not 0 < left <= _BATCHES_A_SIGNAL:
                     return None
                 distributed.at("evaluation", int(state.step))
                 placed = place_batch(batch, config, mesh, data_indices=indices)

@@ -40,7 +40,11 @@ def finish(
     params = distributed.to_host(progress.state.params) if num_params <= _LARGEST_SAMPLED else None
     if not distributed.is_main():
         return
-    rows, bytes_per_token = metrics.read_rows(run.run_dir), run.corpus.bytes_per_token
+    rows, bytes_per_token = None, run.corpus.bytes_per_token
+    with unwritten.attempt("summary.json"):
+        rows = metrics.read_rows(run.run_dir)
+    if rows is None:  # the store does not answer; `check_saved` says what to do
+        return
     with unwritten.attempt("loss.png"):
         save_loss_plot(run.run_dir / "loss.png", rows, bigram_bits_per_byte=bigram, bytes_per_token=bytes_per_token)
     summary = {

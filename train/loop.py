@@ -20,11 +20,12 @@ from train import checkpoint, distributed, metrics, report
 from train.bigram import bigram_bits_per_byte
 from train.compatible import check_text
 from train.config import TrainConfig, clamp_warmup, to_json
-from train.data import batches, load_corpus, local_data_indices
+from train.data import DEFAULT_CACHE, batches, load_corpus, local_data_indices
 from train.evaluation import BATCHES_AHEAD, make_evaluate
 from train.finish import finish
 from train.notes import notes
 from train.prefetch import Prefetch
+from train.reading import or_try_again
 from train.resume import Progress, Run, check_saved, find_start, report_failure, restore
 from train.rows import BatchIterator
 from train.run_dir import CONFIG_FILE, check_run_dir, make_run_dir, sole_writer
@@ -46,7 +47,7 @@ def prepare(config: TrainConfig, *, resume_command: str) -> Run:
       TryAgainError: the checkpoint cannot be read.
     """
     run_dir = pathlib.Path(config.run_dir or "runs/unnamed").expanduser()
-    check_run_dir(run_dir, resume=config.resume)
+    check_run_dir(run_dir, resume=config.resume, cache=config.data.cache or DEFAULT_CACHE)
     make_run_dir(run_dir)
     said, meta = [*notes(config), *weight_notes(config.model, config.mesh.sizes())], None
     config = clamp_warmup(config)
@@ -71,13 +72,14 @@ def train(run: Run, console: Console) -> int:
       RunDirError: another run writes into the run directory, or has done so since `prepare`.
       SaveError: the last checkpoint or `summary.json` could not be written; everything else was done.
       JoinError: the processes of the job were not started alike.
-      TryAgainError: a checkpoint cannot be read, or a run on another machine writes into the run directory.
+      TryAgainError: the run directory cannot be read, or a run on another machine writes into it.
       FloatingPointError: too many steps in a row were skipped, because loss or gradient norm was not finite.
     """
     alone = sole_writer(run.run_dir, console.print) if distributed.is_main() else contextlib.nullcontext()
     with alone:
         if distributed.is_main():
-            check_run_dir(run.run_dir, resume=run.config.resume)  # while the text was read, another run may have come
+            # While the text was read, another run may have come.
+            check_run_dir(run.run_dir, resume=run.config.resume, cache=run.config.data.cache or DEFAULT_CACHE)
         return _train(run, console)
 
 
@@ -91,20 +93,12 @@ def _train(run: Run, console: Console) -> int:
 
     distributed.check_shared(run.run_dir)
     unwritten, store, data = Unwritten(console.print), _open_store(run), _open_data(run, mesh)
-    progress = _begin(run, mesh, store, data, abstract, console)
-    if distributed.is_main():
-        with unwritten.attempt(CONFIG_FILE):
-            metrics.write_json(run.run_dir / CONFIG_FILE, to_json(run.config))
-    watch = Watcher(
-        run.config,
-        run.run_dir,
-        mesh=mesh,
-        step=progress.step,
-        data_state=progress.data_state,
-        say=console.print,
-        writes=distributed.is_main(),
-        unwritten=unwritten,
-    )
+    with or_try_again(f"run_dir={str(run.run_dir)!r}"):
+        progress = _begin(run, mesh, store, data, abstract, console)
+        if distributed.is_main():
+            with unwritten.attempt(CONFIG_FILE):
+                metrics.write_json(run.run_dir / CONFIG_FILE, to_json(run.config))
+        watch = _watch(run, mesh, progress, console, unwritten)
     share = distributed.largest if distributed.num_processes() > 1 else None
     with StopRequest(share) as stop, watch, Prefetch(data, num_batches=BATCHES_AHEAD) as ahead:
         evaluate = make_evaluate(run.config, mesh, run.corpus, stop, watch.curve, watch.pulse)
@@ -112,14 +106,14 @@ def _train(run: Run, console: Console) -> int:
         try:
             held_out_loss = steps.run_to_the_end(progress)
         except FloatingPointError:  # raised on all processes alike
-            report_failure(console, store.close())
+            report_failure(console, store.close(), is_last=True)
             raise
         except BaseException:  # what was saved before is worth keeping
             store.wait()
             raise
         with watch.phase("checkpoint"):
             problem = store.close()
-        report_failure(console, problem)
+        report_failure(console, problem, is_last=True)
         if held_out_loss is not None:
             with watch.phase("finish"):
                 finish(
@@ -134,6 +128,19 @@ def _train(run: Run, console: Console) -> int:
                 )
     _sum_up(run, console, progress, store, unwritten, is_stopped=held_out_loss is None)
     return stop.exit_code if held_out_loss is None else 0
+
+
+def _watch(run: Run, mesh: Mesh, progress: Progress, console: Console, unwritten: Unwritten) -> Watcher:
+    return Watcher(
+        run.config,
+        run.run_dir,
+        mesh=mesh,
+        step=progress.step,
+        data_state=progress.data_state,
+        say=console.print,
+        writes=distributed.is_main(),
+        unwritten=unwritten,
+    )
 
 
 def _sum_up(

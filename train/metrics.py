@@ -80,7 +80,7 @@ class MetricsLog:
     def _hide_from(self, step: int) -> None:
         """Begin the event file, or go on in it, with the mark that hides what was written for later steps."""
         mark = [Event(wall_time=time.time(), step=step, file_version="brain.Event:2")]
-        if step > 1:
+        if step > 1 or any((self._run_dir / BOARD_FOLDER).glob("*")):  # a run may start again at its first step
             mark.append(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         self._show(mark)
 

@@ -33,7 +33,7 @@ _UNUSED = (
     ),
     _Unused(
         ("eval_batches",),
-        lambda config: not 0 < config.eval_every < config.num_steps,
+        lambda config: not 0 < config.eval_every <= config.num_steps,
         "the one evaluation is at the end and reads all held-out text",
     ),
     _Unused(("loss.mtp_weight",), lambda config: config.model.mtp_depth == 1, "model.mtp_depth=1 predicts none ahead"),

@@ -4,10 +4,12 @@ What always holds: only content is called damaged. A store that does not answer,
 full may pass; they are tried again, and then said to be what they are.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from train import distributed
+from train.errors import TryAgainError
 
 _HALF_LINE = 200
 _PAUSES_S = (0.5, 2.0, 8.0)  # before a read that failed is tried again
@@ -33,6 +35,21 @@ def try_to_read[T](read: Callable[[], T]) -> tuple[T | None, int, str]:
                 return None, UNREADABLE if may_pass else DAMAGED, first_line(error)
             time.sleep(pause)
     raise AssertionError("the last pause is None")
+
+
+@contextlib.contextmanager
+def or_try_again(what: str) -> Generator[None]:
+    """An `OSError` inside is that of a store that does not answer, which may pass.
+
+    Raises:
+      TryAgainError: in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TryAgainError(
+            f"{what} cannot be read or written ({first_line(error)}); mend the store and start again with --resume"
+        ) from error
 
 
 def _may_pass(error: Exception) -> bool:

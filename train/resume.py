@@ -20,6 +20,7 @@ from train.data import Corpus
 from train.errors import SaveError
 from train.pipeline import layer_order
 from train.prefetch import Prefetch
+from train.reading import or_try_again
 from train.run_dir import CHECKPOINT_FOLDER, CONFIG_FILE
 from train.state import TrainState, reorder_layers, schedule_order
 from train.step import abstract_state
@@ -56,34 +57,54 @@ def find_start(run_dir: pathlib.Path, config: TrainConfig) -> tuple[checkpoint.M
 
     Raises:
       CheckpointError: it belongs to another run, all of its checkpoints are damaged, or they are gone.
-      TryAgainError: a checkpoint cannot be read.
+      TryAgainError: a checkpoint or a file of the run cannot be read.
     """
     meta = checkpoint.read_newest_meta(run_dir)
     if meta is not None:
         check_progress(meta, config)
         changes = check_config(meta.config, config, f"the checkpoint of step {meta.step}")
         return meta, [f"changed since the checkpoint: {line}" for line in changes]
-    if (run_dir / metrics.METRICS_FILE).exists() and not (run_dir / CHECKPOINT_FOLDER).is_dir():
-        raise checkpoint.CheckpointError(
-            f"--resume: {run_dir} holds {metrics.METRICS_FILE}, but its folder {CHECKPOINT_FOLDER} is gone; bring it "
-            "back (is it on a disk that is not mounted?), or delete the folder of the run and start without --resume"
-        )
     changes = []
-    if (run_dir / CONFIG_FILE).exists():
-        saved = _read_config(run_dir / CONFIG_FILE)
-        changes = check_config(saved, config, f"run_dir={str(run_dir)!r}", where=CONFIG_FILE)
+    with or_try_again(f"run_dir={str(run_dir)!r}"):
+        _check_not_gone(run_dir, config)
+        if (run_dir / CONFIG_FILE).exists():
+            saved = _read_config(run_dir / CONFIG_FILE)
+            changes = check_config(saved, config, f"run_dir={str(run_dir)!r}", where=CONFIG_FILE)
     return None, [
         f"--resume: {run_dir} holds no checkpoint yet, so the run starts at its first step",
         *(f"changed since the run was started: {line}" for line in changes),
     ]
 
 
+def _check_not_gone(run_dir: pathlib.Path, config: TrainConfig) -> None:
+    """Refuse to start at the first step where the metrics tell that there were checkpoints.
+
+    A run that was killed in its first save has done `checkpoint.every` steps, or has left an interrupted write.
+    """
+    path, folder = run_dir / metrics.METRICS_FILE, run_dir / CHECKPOINT_FOLDER
+    if path.exists() and not folder.is_dir():
+        raise checkpoint.CheckpointError(
+            f"--resume: {run_dir} holds {path.name}, but its folder {folder.name} is gone; bring it back (is it on a "
+            "disk that is not mounted?), or delete the folder of the run and start without --resume"
+        )
+    every = config.checkpoint.every
+    with contextlib.suppress(checkpoint.CheckpointError, OSError, KeyError):
+        every = _read_config(run_dir / CONFIG_FILE)["checkpoint"]["every"]
+    last_step = max((row["step"] for row in metrics.read_rows(run_dir)), default=0)
+    if last_step > every and not any(folder.iterdir()):
+        raise checkpoint.CheckpointError(
+            f"--resume: {path.name} of {run_dir} reaches step {last_step} and checkpoint.every={every}, but its folder "
+            f"{folder.name} is empty; bring the checkpoints back (are they on a disk that is not mounted?). If none "
+            f"could be written (no room?), choose another --run-dir, or delete {path} to start at the first step"
+        )
+
+
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise checkpoint.CheckpointError(
-            f"--resume: {path} cannot be read ({error}); delete {path.parent}, which holds no checkpoint, or choose "
+            f"--resume: {path} is damaged ({error}); delete {path.parent}, which holds no checkpoint, or choose "
             "another --run-dir"
         ) from error
 
@@ -133,6 +154,7 @@ def go_back(
 
     Raises:
       SaveError: none of them can be read.
+      TryAgainError: the store does not answer, or a later one cannot be moved.
     """
     bad_step = progress.step
     progress.state = None  # two states may not fit into memory
@@ -140,8 +162,8 @@ def go_back(
         restored = rollback.restore_before(store, abstract_state(run.config, mesh), first_bad_step)
     except checkpoint.CheckpointError as error:
         raise SaveError(
-            f"no return to before step {first_bad_step}: none of its checkpoints in {store.folder} can be read "
-            f"({error}); mend the store, or start anew with another --run-dir"
+            f"no return to before step {first_bad_step}: {error}. Later ones stay where they are: mend the store, or "
+            "go on from them with --resume and without --rollback, or start anew with another --run-dir"
         ) from error
     progress.state, meta, passed_over = restored
     for line in passed_over:
@@ -166,17 +188,20 @@ def make_meta(run: Run, progress: Progress) -> checkpoint.Meta:
 def check_saved(store: checkpoint.CheckpointStore, unwritten: Unwritten) -> None:
     """Raises `SaveError` when what a run is for is not on disk: its last checkpoint, its summary."""
     if store.failure:
-        newest: int | str = "none"
+        steps: list[int] | None = None
         with contextlib.suppress(OSError):  # the store is gone
-            newest = max(checkpoint.checkpoint_steps(store.folder), default="none")
+            steps = checkpoint.checkpoint_steps(store.folder)
+        newest = "unknown, it cannot be read" if steps is None else max(steps, default="none")
+        way_on = "start anew with another --run-dir" if steps == [] else "--resume runs the steps after it again"
         raise SaveError(
             f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
-            f"{store.folder}: {newest}; make room or mend the store, and --resume runs the steps after it again"
+            f"{store.folder}: {newest}; make room or mend the store, and {way_on}"
         )
     if "summary.json" in unwritten.counts:
         raise SaveError("summary.json could not be written; the checkpoint is complete: --resume writes it again")
 
 
-def report_failure(console: Console, problem: str | None) -> None:
+def report_failure(console: Console, problem: str | None, *, is_last: bool = False) -> None:
+    """Say why a checkpoint was not written; after the `last` one the run makes no other attempt."""
     if problem:
-        console.print(f"{problem}; the run goes on and tries again at the next checkpoint")
+        console.print(problem if is_last else f"{problem}; the run goes on and tries again at the next checkpoint")

@@ -8,18 +8,22 @@ have come.
 Step 57 shows the trouble. Its loss belongs to the parameters after step 56, so the batches of 56 (whose update may be
 to blame) and 57 are put on the list; the newest checkpoint of step 55 or before is good, because its parameters were
 seen to give a good loss at the next step. From 40, say, the steps to 55 run again on the same batches, and 56 takes the
-batch that comes after those of 57. Checkpoints after 40 are taken out of the way.
+batch that comes after those of 57. When 40 is restored, the checkpoints after it are moved out of the way.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from train import distributed
 from train.checkpoint import CheckpointError, CheckpointStore, Meta, checkpoint_steps
+from train.errors import TryAgainError
 from train.metrics import write_json
+from train.reading import try_to_read
 from train.state import TrainState
 from train.unwritten import Unwritten
 
@@ -93,11 +97,24 @@ def last_good_step(folder: pathlib.Path, first_bad_step: int) -> int | None:
 def restore_before(
     store: CheckpointStore, abstract: TrainState, first_bad_step: int
 ) -> tuple[TrainState, Meta, list[str]]:
-    """The newest good checkpoint; later ones are taken out of the way, because their steps run again.
+    """The newest good checkpoint; then later ones are taken out of the way, because their steps run again.
 
     Raises:
-      CheckpointError: there is none; ask `last_good_step` first.
+      CheckpointError: none can be read, and all stay where they are; ask `last_good_step` first.
+      TryAgainError: the store does not answer, or a later one cannot be moved.
     """
-    store.settle()  # a save may still be on its way
-    store.move_aside(str(step) for step in checkpoint_steps(store.folder) if step > first_bad_step - 2)
-    return store.restore(abstract)
+    newest = first_bad_step - 2
+    restored = store.restore(abstract, up_to=newest)
+    store.move_aside(_steps_after(store.folder, newest))
+    return restored
+
+
+def _steps_after(folder: pathlib.Path, step: int) -> list[int]:
+    """The checkpoints of later steps, as process 0 sees them."""
+    read = functools.partial(checkpoint_steps, folder)
+    steps, _, problem = distributed.from_main(try_to_read(read) if distributed.is_main() else None)
+    if steps is None:
+        raise TryAgainError(
+            f"the checkpoints in {folder} cannot be listed ({problem}); mend the store and start again with --resume"
+        )
+    return [later for later in steps if later > step]

@@ -22,13 +22,19 @@ from train.errors import RunDirError, TryAgainError
 LOCK_FILE = "lock"
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
+_OF_A_RUN = {CONFIG_FILE, CHECKPOINT_FOLDER, "metrics.jsonl"}
 _PROBES = (".probe_", ".seen_by_all_")
 _HERE_S = 3.0  # for a process of this machine that is on its way out
 _LEASE_S = 120.0  # after which an NFS server has given up on a host that is gone (90 s by default)
 
 
-def check_run_dir(run_dir: pathlib.Path, *, resume: bool) -> None:
+def check_run_dir(run_dir: pathlib.Path, *, resume: bool, cache: str | None = None) -> None:
     """A new run needs a free directory; one that is continued needs its own, or an empty one.
+
+    Args:
+      run_dir: the directory.
+      resume: whether the run is continued.
+      cache: folder for tokenised documents, which may lie in the directory and is no part of a run.
 
     Raises:
       RunDirError: it is neither, or cannot be looked into.
@@ -36,6 +42,8 @@ def check_run_dir(run_dir: pathlib.Path, *, resume: bool) -> None:
     try:
         exists, is_folder = os.path.lexists(run_dir), run_dir.is_dir()
         names = {path.name for path in run_dir.iterdir()} if is_folder else set()
+        if cache is not None:
+            names -= _names_of_cache(names, run_dir.resolve(), pathlib.Path(cache).expanduser().resolve())
     except OSError as error:
         raise RunDirError(_unusable(run_dir, error)) from error
     if exists and not is_folder:
@@ -56,6 +64,14 @@ def check_run_dir(run_dir: pathlib.Path, *, resume: bool) -> None:
             f"--resume: run_dir={str(run_dir)!r} holds no checkpoints and no {CONFIG_FILE}, so there is nothing to "
             f"continue ({', '.join(sorted(used)[:3])} are not of a run); correct --run-dir"
         )
+
+
+def _names_of_cache(names: set[str], run_dir: pathlib.Path, cache: pathlib.Path) -> set[str]:
+    """Of the names in a run directory, those that lead to the cache of tokens."""
+    if not cache.is_relative_to(run_dir):
+        return set()
+    inside = cache.relative_to(run_dir).parts
+    return (set(inside[:1]) if inside else names) - _OF_A_RUN
 
 
 def make_run_dir(run_dir: pathlib.Path) -> None:
@@ -95,8 +111,7 @@ def sole_writer(run_dir: pathlib.Path, say: Callable[[str], object]) -> Generato
         else:
             with contextlib.suppress(OSError):  # no room; then the next one cannot name this process
                 file.truncate(0)
-                file.write(json.dumps(_me()))
-                file.flush()
+                os.write(file.fileno(), json.dumps(_me()).encode())  # a buffer would be written again when it is closed
         yield
 
 

@@ -1,7 +1,8 @@
 """The steps of a run, one after another, and what comes between them: evaluations, checkpoints, a way back.
 
 What always holds: between two steps the whole state of a run is a `Progress`. The next batch is read while the devices
-work; nothing of a step but its few measured numbers comes to the host.
+work, where another step follows; one that cannot be read ends the run after the step that runs, which is saved. Nothing
+of a step but its few measured numbers comes to the host.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from train import checkpoint, distributed, metrics, report
 from train.config import TrainConfig
 from train.data import local_data_indices
 from train.prefetch import Prefetch
+from train.reading import or_try_again
 from train.resume import Progress, Run, go_back, make_meta, report_failure
 from train.signals import StopRequest
 from train.state import TrainState
@@ -43,7 +45,7 @@ class Steps:
         """Advance `progress` to the last step or to a signal; returns the held-out loss after the last step.
 
         The last step is saved before all held-out text is read, which a signal may cut short: None, as before the last
-        step. Then a resumed run only does that.
+        step. Then a resumed run only does that, and reads no batch.
         """
         config, watch, stop = self.run.config, self.watch, self.stop
         train_step = make_train_step(config, self.mesh)
@@ -52,14 +54,15 @@ class Steps:
             _open_log(self.run, first_step, self.unwritten) as log,
             report.StepReporter(self.console, first_step=first_step, num_steps=config.num_steps) as reporter,
         ):
-            batch = _next_batch(watch, self.data, config, self.mesh, progress.step)
+            self._make_up_evaluation(progress, log, reporter)
+            batch, problem = self._fetch(progress.step), None
             while progress.step < config.num_steps and not stop.requested:
                 watch.begin(progress.step + 1)
                 started = time.perf_counter()
                 distributed.at("train step", progress.step + 1)
                 progress.state, measured = train_step(progress.state, batch)
                 progress.data_state = self.data.get_state()
-                batch = _next_batch(watch, self.data, config, self.mesh, progress.step + 1)  # while the devices work
+                batch, problem = self._fetch_ahead(progress.step + 1)  # while the devices work
                 distributed.at("waiting for the step's result", progress.step + 1)
                 measured = jax.device_get(measured)
                 step_time = time.perf_counter() - started
@@ -72,7 +75,7 @@ class Steps:
                 if first_bad_step is not None:
                     self._go_back(progress, first_bad_step, log)
                     saved = None
-                    batch = _next_batch(watch, self.data, config, self.mesh, progress.step)
+                    batch = None if stop.requested else self._fetch(progress.step)
                     continue
                 held_out_loss = self._evaluate(progress, row, reporter)
                 log.write(progress.step, row)
@@ -85,15 +88,32 @@ class Steps:
                     raise FloatingPointError(f"{too_many} (checkpoints: {self.store.folder})")
             if saved != progress.step:
                 self._save(progress, None)
+            if problem:
+                raise problem
+            if stop.failed:
+                distributed.wait_for_the_verdict()
             return self._score(progress, log, reporter) if self._is_last(progress) else None
+
+    def _fetch(self, step: int) -> Any:
+        """The batch of the step after `step`; None after the last one."""
+        if step == self.run.config.num_steps:
+            return None
+        return _next_batch(self.watch, self.data, self.run.config, self.mesh, step)
+
+    def _fetch_ahead(self, step: int) -> tuple[Any, Exception | None]:
+        """The same, or why it cannot be read; then all processes leave after `step`, which is saved before."""
+        try:
+            return self._fetch(step), None
+        except Exception as error:
+            self.stop.fail()
+            return None, error
 
     def _is_last(self, progress: Progress) -> bool:
         return progress.step == self.run.config.num_steps
 
     def _evaluate(self, progress: Progress, row: dict[str, Any], reporter: report.StepReporter) -> float | None:
         """The held-out loss after this step, also put into its row of metrics; None where none is due."""
-        every = self.run.config.eval_every
-        if not (every and progress.step % every == 0):
+        if not self._is_evaluated(progress):
             return None
         with self.watch.phase("evaluate"):
             loss = self.evaluate(progress.state, self.run.config.eval_batches)
@@ -102,6 +122,21 @@ class Steps:
             if not self._is_last(progress):  # all held-out text comes next
                 reporter.held_out(progress.step, loss)
         return loss
+
+    def _is_evaluated(self, progress: Progress) -> bool:
+        every = self.run.config.eval_every
+        return every > 0 and progress.step % every == 0
+
+    def _make_up_evaluation(self, progress: Progress, log: metrics.MetricsLog, reporter: report.StepReporter) -> None:
+        """The evaluation of the step that a resumed run goes on from, where a signal cut it short."""
+        if self._is_last(progress) or not self._is_evaluated(progress):
+            return
+        with or_try_again(f"run_dir={str(self.run.run_dir)!r}"):
+            rows = metrics.read_rows(self.run.run_dir)
+        lacks = bool(rows) and rows[-1]["step"] == progress.step and "held_out_loss" not in rows[-1]
+        row: dict[str, Any] = {}
+        if distributed.from_main(lacks) and self._evaluate(progress, row, reporter) is not None:
+            log.amend(progress.step, row)
 
     def _score(self, progress: Progress, log: metrics.MetricsLog, reporter: report.StepReporter) -> float | None:
         """The loss of all held-out text after the last step, also put into its row of metrics."""
@@ -116,7 +151,8 @@ class Steps:
         distributed.at("checkpoint", progress.step)
         with self.watch.phase("checkpoint"):
             problem = self.store.save(progress.state, make_meta(self.run, progress), held_out_loss=held_out_loss)
-        report_failure(self.console, problem)
+        is_last = self._is_last(progress) or self.stop.requested or bool(self.watch.too_many_skipped())
+        report_failure(self.console, problem, is_last=is_last)
 
     def _go_back(self, progress: Progress, first_bad_step: int, log: metrics.MetricsLog) -> None:
         with self.watch.phase("rollback"):

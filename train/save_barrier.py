@@ -55,3 +55,19 @@ class SaveBarrier:
             if len(self._client.key_value_dir_get(place)) > 1:
                 raise PeerFailed("another process could not write its part")
             self._is_over = False
+
+
+def cause(error: BaseException) -> BaseException:
+    """What failed in this process, where there is such a thing, in the place of "another one failed"."""
+    found: BaseException | None = error
+    while isinstance(found, PeerFailed):
+        found = found.__context__
+    return found or error
+
+
+def most_telling(reasons: list[str]) -> str:
+    """The reason of the first process that has one of its own."""
+    given = [(process, reason) for process, reason in enumerate(reasons) if reason]
+    own = [(process, reason) for process, reason in given if not reason.startswith(PeerFailed.__name__)]
+    process, reason = (own or given)[0]
+    return f"process {process}: {reason}" if len(reasons) > 1 else reason

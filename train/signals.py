@@ -4,7 +4,8 @@ Python runs a signal handler only between two bytecodes of the main thread, and 
 for minutes. So a second thread, woken by the interpreter's own C handler, answers the user right away.
 
 In a job of many processes all must leave after the same step, and only some of them may get the signal. So there
-`requested` changes in `settle` alone, which all processes call after each step and within an evaluation.
+`requested` changes in `settle` alone, which all processes call after each step and within an evaluation. A process that
+cannot go on after this step (`fail`) makes all leave in the same way.
 """
 
 import os
@@ -17,6 +18,7 @@ from types import TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = "\x1b[?25h"
+_FAILED = 1000  # more than any signal: `share` takes the largest
 
 
 class StopRequest:
@@ -51,6 +53,15 @@ class StopRequest:
     def requested(self) -> bool:
         """Whether the run should leave at the next step."""
         return self._decided is not None
+
+    def fail(self) -> None:
+        """Let all processes leave after this step, which can still be saved, as for a signal."""
+        self.signum = _FAILED
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run leaves because a process cannot go on."""
+        return self._decided == _FAILED
 
     def settle(self) -> None:
         """Between two steps or batches: from here on `requested` is the same on all processes; once set, it stays."""

@@ -91,13 +91,16 @@ class Watcher:
         """Loss by position of the last evaluation, where the eval step gives it."""
         self._fetched: _Fetched | None = None
         self._current: _Fetched | None = None
-        self._recent: collections.deque[tuple[int, str]] = collections.deque(
-            maxlen=config.watch.max_skipped_in_a_row + 1
-        )
         self._skipped: dict[int, dict[str, np.ndarray]] = {}
         """Batches of the steps that were skipped one after another, by step."""
-        self._wait_s, self._num_ended, self._in_a_row = 0.0, 0, 0
+        self._wait_s, self._num_ended = 0.0, 0
+        self._in_a_row, self._passed = 0, 0
+        """Steps skipped one after another, and those of them at whose end the run ended, to go on after them."""
         self._remember(metrics.read_rows(run_dir), step)
+        self._recent: collections.deque[tuple[int, str]] = collections.deque(
+            maxlen=self._in_a_row + config.watch.max_skipped_in_a_row + 1
+        )
+        """(step, key) of the last batches, all that a return may pass over."""
         self._remember_batches(step, data_state)
 
     def __enter__(self) -> "Watcher":
@@ -142,7 +145,7 @@ class Watcher:
     def begin(self, step: int) -> None:
         """Step `step` is about to be dispatched, on the batch that was fetched last."""
         assert self._fetched is not None, "fetch comes first"
-        self._current = self._fetched
+        self._current, self._wait_s = self._fetched, 0.0
         self._recent.append((step, self._current.key))
         self._profiler.before(step)
         self._heartbeat.beat("step" if self._num_ended else "compile")
@@ -179,15 +182,16 @@ class Watcher:
         loss = row["loss"]
         score = self._spikes.add(step, loss)
         self._count_skipped(step, bool(row["skipped"]))
+        first_bad = None
         if score is not None:
             text = f"loss {loss:.4f} is {score:.1f} robust deviations above the steps before"
             self._alarms.raise_alarm("loss_spike", step, text, loss=loss, score=score)
-            return self._first_bad_to_return_to(step, step, checkpoints, settle)
-        if self._too_many():
+            first_bad = step
+        if self._too_many():  # in the same step, where the gradient norm alone is not finite
             what = f"loss={loss} and grad_norm={row['grad_norm']}, {self._in_a_row} steps in a row not finite"
-            self._alarms.raise_alarm("not_finite", step, f"{what}; {self._save_skipped()}")
-            return self._first_bad_to_return_to(step - self._in_a_row + 1, step, checkpoints, settle)
-        return None
+            self._alarms.raise_alarm("not_finite", step, f"{what}; {self._save_skipped(step)}")
+            first_bad = step - self._in_a_row + 1
+        return None if first_bad is None else self._first_bad_to_return_to(first_bad, checkpoints, settle)
 
     def too_many_skipped(self) -> str:
         """Why a run ends whose steps are skipped one after another, as many as the configuration allows; else empty.
@@ -206,7 +210,7 @@ class Watcher:
         self._skips.add(bad)
         self._remember_batches(step, data_state)
         self._spikes.forget_after(step)
-        self._in_a_row, self._fetched = 0, None
+        self._in_a_row, self._passed, self._fetched = 0, 0, None
         self._skipped.clear()
         text = f"back to the checkpoint of step {step}; {len(bad)} batches from step {bad[0][0]} on are passed over"
         self._alarms.raise_alarm("rollback", bad_step, text, to_step=step)
@@ -225,19 +229,19 @@ class Watcher:
         return found
 
     def _too_many(self) -> bool:
-        return self._in_a_row >= self._config.watch.max_skipped_in_a_row
+        return self._in_a_row - self._passed >= self._config.watch.max_skipped_in_a_row
 
     def _count_skipped(self, step: int, skipped: bool) -> None:
         if not skipped:
-            self._in_a_row = 0
+            self._in_a_row, self._passed = 0, 0
             self._skipped.clear()
             return
         self._in_a_row += 1
-        if self._current is not None and len(self._skipped) < self._config.watch.max_skipped_in_a_row:
+        if self._current is not None:
             self._skipped[step] = self._current.batch
 
     def _first_bad_to_return_to(
-        self, first_bad: int, step: int, checkpoints: pathlib.Path, settle: Callable[[], Any]
+        self, first_bad: int, checkpoints: pathlib.Path, settle: Callable[[], Any]
     ) -> int | None:
         """`first_bad`, if the configuration asks for returns and one is possible, as process 0 sees it."""
         watch = self._config.watch
@@ -255,18 +259,21 @@ class Watcher:
             return None
         return first_bad
 
-    def _save_skipped(self) -> str:
-        """Write the batches of the skipped steps for a look; returns words for where they are."""
+    def _save_skipped(self, step: int) -> str:
+        """Write the batches of the skipped steps up to `step` for a look; returns words for where they are."""
         process = f"_process_{jax.process_index()}" if jax.process_count() > 1 else ""
         written = []
-        for step, batch in self._skipped.items():
-            path = self._run_dir / f"bad_batch_step_{step}{process}.npz"
+        for at, batch in self._skipped.items():
+            path = self._run_dir / f"bad_batch_step_{at}{process}.npz"
             with self._unwritten.attempt(path.name):
                 np.savez(path, allow_pickle=False, **batch)
                 written.append(path.name)
+        since = step - (self._in_a_row - self._passed) + 1
+        before = ", ".join(str(at) for at in range(since, step + 1) if at not in self._skipped)
+        missing = f"; not those of step {before}: the run was resumed after them" if before else ""
         if not written:
-            return "their batches could not be saved"
-        return f"batches saved in {self._run_dir}: {', '.join(written)}"
+            return f"their batches could not be saved{missing}"
+        return f"batches saved in {self._run_dir}: {', '.join(written)}{missing}"
 
     def _remember(self, rows: list[dict[str, Any]], step: int) -> None:
         """Take up the losses of the steps before, so that a resumed run raises the alarms that it would have raised."""
@@ -274,7 +281,9 @@ class Watcher:
             if row["step"] <= step:
                 loss = math.nan if row.get("loss") is None else row["loss"]
                 self._spikes.add(row["step"], loss)
-                self._in_a_row = self._in_a_row + 1 if row.get("skipped") else 0
+                self._count_skipped(row["step"], bool(row.get("skipped")))
+                if self._too_many():  # the run ended here
+                    self._passed = self._in_a_row
 
     def _remember_batches(self, step: int, data_state: Mapping[str, int] | None) -> None:
         """Take up the batches before `step`: the next one may show that they were to blame."""
