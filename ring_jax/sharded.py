@@ -288,8 +288,7 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
     batch, lengths, num_heads = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2]
     positions = arguments.as_pair("positions", keywords["positions"], batch, lengths)
     segments = arguments.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
-    reads = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn")
-    if not any(keywords[name] not in (None, False) for name in reads) and not keywords["dropout_rate"]:
+    if not any(options.is_on(name, keywords[name]) for name in options.READS_POSITIONS):
         positions = None, None
     shape = (batch, num_heads, lengths[0], lengths[1] * num_shards)
     real = [
