@@ -328,6 +328,9 @@ def test_parameters_that_are_not_sharded_by_the_rules_are_refused(tokens):
         ),
         ({"head_dim": 7}, "model.head_dim=7 must be even.*use 8"),
         ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+        ({"rope_theta": 0.0}, "model.rope_theta=0.0 must be greater than 0 and finite; 10000 is usual"),
+        ({"rope_theta": float("inf")}, "model.rope_theta=inf must be greater than 0 and finite"),
+        ({"norm_eps": -1e-6}, "model.norm_eps=-1e-06 must be greater than 0 and finite; 1e-6 is usual"),
     ],
 )
 def test_sizes_that_make_no_model(changes, text):
