@@ -86,8 +86,8 @@ class ModelConfig:
     strategy: Literal["ring", "all_gather", "ulysses", "usp"] = "ring"
     """How the devices of the sequence axis share attention."""
     remat: Remat = "layer"
-    """What the backward pass finds: everything; the input of each layer, the rest is computed again; with the output
-    and statistics of attention, so that the ring does not turn again; these in host memory."""
+    """What the backward pass finds: everything but gathered weights; the input of each layer, the rest is computed
+    again; with the output and statistics of attention, so that the ring does not turn again; these in host memory."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matmuls; parameters, norms, softmax statistics and the loss are float32 always."""
 
