@@ -1,7 +1,7 @@
 """A GPT of 124 million parameters on rows of 8,192 tokens: the smallest run on real hardware.
 
 Hardware: 8 H200 in one host (mesh data 8), or 8 v5p chips.
-Estimated memory (from sizes, by `train.memory`, not measured): about 2.1 GB on each device.
+Estimated memory (from sizes, by `train.memory`, not measured): about 1.7 GB on each device.
 Tokens: 524,288 a step, 10.5 billion in all.
 
     python -m train run configs/gpt_125m_8k.py --data.path TEXT --data.tokenizer T.json

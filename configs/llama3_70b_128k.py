@@ -1,7 +1,7 @@
 """Llama 3.1 70B on rows of 131,072 tokens.
 
 Hardware: 256 v5p chips (v5p-512) or 256 H200 in 32 hosts (mesh data 4, tensor 8, sequence 8).
-Estimated memory (from sizes, by `train.memory`, not measured): about 16.3 GB on each device, with weights and optimizer
+Estimated memory (from sizes, by `train.memory`, not measured): about 16.2 GB on each device, with weights and optimizer
 state cut over all four axes.
 Parameters: 70.6 billion. Tokens: 1,048,576 a step, 8 rows.
 Compiled for v5p:8x8x8 and for tpu7x:4x4x8, with other meshes: docs/rehearsals.md.

@@ -1,7 +1,7 @@
 """Llama 3.1 8B on rows of 131,072 tokens.
 
 Hardware: 64 v5p chips (v5p-128: mesh data 2, tensor 4, sequence 8), or 64 H200 in 8 hosts with the second command.
-Estimated memory (from sizes, by `train.memory`, not measured): about 8.0 GB on each chip, 8.0 GB with the
+Estimated memory (from sizes, by `train.memory`, not measured): about 7.7 GB on each chip, 7.8 GB with the
 second mesh, with weights and optimizer state cut over all four axes.
 Parameters: 8.03 billion. Tokens: 1,048,576 a step, 8 rows.
 

@@ -10,6 +10,7 @@ no mesh at all, and nothing is sent over an axis of size 1.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +22,43 @@ from ring_jax import manual
 
 GATHERED = "gathered weight"
 """Name of gathered weights for rematerialization: they are never kept for the backward pass."""
+_COPIES = ("slice", "squeeze", "pvary", "optimization_barrier")
+"""Operations on the way from a stack of weights to one gathered weight that give what they are given, or a part."""
+
+
+def keep_all_but_weights(operation: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps everything for the backward pass but what is made of weights alone.
+
+    It is asked about one operation after another. A result that it does not keep, and that is needed, is made again
+    from the nearest that is kept: so it must say no to all between a weight and its use, or another form of the weight
+    would be kept in the place of the gathered one.
+    """
+    return operation.name not in _COPIES and not _is_gathered(params)
+
+
+def _is_gathered(params: dict[str, Any]) -> bool:
+    """Whether an operation gives the name `GATHERED`, or is a call of functions that do."""
+    inner = (getattr(value, "jaxpr", value) for value in params.values())
+    equations = (equation for jaxpr in inner for equation in getattr(jaxpr, "eqns", ()))
+    return params.get("name") == GATHERED or any(_is_gathered(equation.params) for equation in equations)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(weight: Array, axis: int, axes: tuple[str, ...], dtype: jnp.dtype) -> Array:
-    return lax.all_gather(weight.astype(dtype), axes, axis=axis, tiled=True)
+def _gather(weight: Array, axis: int, axes: tuple[str, ...], types: tuple[jnp.dtype, jnp.dtype]) -> Array:
+    """``types`` are those of the weight and of the result. In the forward rule this call is one operation."""
+    whole = weight.astype(types[1])
+    whole = lax.all_gather(whole, axes, axis=axis, tiled=True) if axes else whole
+    return checkpoint_name(whole, GATHERED)
 
 
-def _gather_forward(weight: Array, axis: int, axes: tuple[str, ...], dtype: jnp.dtype) -> tuple[Array, None]:
-    return _gather(weight, axis, axes, dtype), None
+def _gather_forward(weight: Array, axis: int, axes: Any, types: Any) -> tuple[Array, None]:
+    return _gather(weight, axis, axes, types), None
 
 
-def _gather_backward(axis: int, axes: tuple[str, ...], dtype: jnp.dtype, _: None, cotangent: Array) -> tuple[Array]:
-    return (lax.psum_scatter(cotangent.astype(jnp.float32), axes, scatter_dimension=axis, tiled=True),)
+def _gather_backward(axis: int, axes: tuple[str, ...], types: Any, _: None, cotangent: Array) -> tuple[Array]:
+    wide = cotangent.astype(jnp.promote_types(types[0], jnp.float32))
+    wide = lax.psum_scatter(wide, axes, scatter_dimension=axis, tiled=True) if axes else wide
+    return (wide.astype(types[0]),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -41,12 +66,19 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 def gather_weight(weight: Array, axis: int, size: int, like: Array) -> Array:
     """A whole weight in the type of ``like``, from this device's part of dimension ``axis`` (``size`` in all)."""
-    if weight.shape[axis] == size:
-        return weight.astype(like.dtype)
-    axes = weight_axes(size, {name: manual.axis_size(name) for name in WEIGHT_AXES})
-    axes = tuple(name for name in axes if manual.axis_is_manual(name))
-    weight = manual.vary_alike(weight, like)[0]
-    return checkpoint_name(_gather(weight, axis % weight.ndim, axes, jnp.dtype(like.dtype)), GATHERED)
+    axes: tuple[str, ...] = ()
+    if weight.shape[axis] != size:
+        axes = weight_axes(size, {name: manual.axis_size(name) for name in WEIGHT_AXES})
+        axes = tuple(name for name in axes if manual.axis_is_manual(name))
+    elif weight.dtype == like.dtype:
+        return weight
+    weight = manual.vary_alike(weight, like)[0]  # so that the sum over devices that share it is one in float32, too
+    return _gather(weight, axis % weight.ndim, axes, (weight.dtype, jnp.dtype(like.dtype)))
+
+
+def wide_ids(ids: Array) -> Array:
+    """Token ids in a type that holds every id of a vocabulary, its size, and -1; the ids may come as bytes."""
+    return ids.astype(jnp.int64 if ids.dtype.itemsize > 4 else jnp.int32)
 
 
 def gather_tokens(x: Array, axis: int = 1) -> Array:

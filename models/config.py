@@ -86,8 +86,8 @@ class ModelConfig:
     strategy: Literal["ring", "all_gather", "ulysses", "usp"] = "ring"
     """How the devices of the sequence axis share attention."""
     remat: Remat = "layer"
-    """What the backward pass finds: everything; the input of each layer, the rest is computed again; with the output
-    and statistics of attention, so that the ring does not turn again; these in host memory."""
+    """What the backward pass finds: everything but gathered weights; the input of each layer, the rest is computed
+    again; with the output and statistics of attention, so that the ring does not turn again; these in host memory."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matmuls; parameters, norms, softmax statistics and the loss are float32 always."""
 
@@ -112,6 +112,10 @@ class ModelConfig:
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and number < least:
                     found.append(f"model.{name} holds {number}, which must be at least {least}")
+        for name, usual in (("rope_theta", "10000"), ("norm_eps", "1e-6")):
+            value = None if f"model.{name}" in wrong else getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                found.append(f"model.{name}={value} must be greater than 0 and finite; {usual} is usual")
         for name in ("attention_soft_cap", "final_soft_cap"):
             cap = None if f"model.{name}" in wrong else getattr(self, name)
             if cap is not None and not 0 < cap < math.inf:

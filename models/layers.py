@@ -158,7 +158,7 @@ class MLP(nnx.Module):
         if self.chunk is None or self.chunk >= len(tokens):
             out = _swiglu(tokens, gate, up, down)
         else:
-            out = _in_chunks(self.chunk, tokens, gate, up, down)
+            out = _in_chunks(self.chunk, jax.config.jax_default_matmul_precision, tokens, gate, up, down)
         return scatter_tokens(out.reshape(x.shape))
 
 
@@ -174,27 +174,31 @@ def _cut(chunk: int, x: Array) -> Array:
     return jnp.pad(x, ((0, count * size - len(x)), (0, 0))).reshape(count, size, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_chunks(chunk: int, x: Array, *weights: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_chunks(chunk: int, precision: str | None, x: Array, *weights: Array) -> Array:
     """`_swiglu` of so many tokens at a time; the hidden layer of each is made again in the backward pass.
 
     Gradients of the weights are summed in float32: JAX's own gradient of the loop would sum in the type of the weights,
-    and in bfloat16 lose what each chunk adds.
+    and in bfloat16 lose what each chunk adds. ``precision`` is that of matmuls here: the backward pass is traced later,
+    where another may be set.
     """
     pieces = lax.map(lambda piece: _swiglu(piece, *weights), _cut(chunk, x))
     return pieces.reshape(-1, x.shape[-1])[: len(x)]
 
 
-def _in_chunks_forward(chunk: int, x: Array, *weights: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _in_chunks(chunk, x, *weights), (x, *weights)
+def _in_chunks_forward(chunk: int, precision: str | None, x: Array, *weights: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _in_chunks(chunk, precision, x, *weights), (x, *weights)
 
 
-def _in_chunks_backward(chunk: int, residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+def _in_chunks_backward(
+    chunk: int, precision: str | None, residuals: tuple[Array, ...], cotangent: Array
+) -> tuple[Array, ...]:
     x, *weights = residuals
 
     def add(sums: list[Array], pieces: tuple[Array, Array]) -> tuple[list[Array], Array]:
         piece, cotangent = pieces
-        dx, *grads = jax.vjp(_swiglu, piece, *weights)[1](cotangent)
+        with jax.default_matmul_precision(precision):
+            dx, *grads = jax.vjp(_swiglu, piece, *weights)[1](cotangent)
         return [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)], dx
 
     zeros = [manual.full_like(w.shape, 0, jnp.float32, x, cotangent, *weights) for w in weights]

@@ -17,16 +17,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Float, Int, Integer, UInt32
 
 from models.collectives import (
-    GATHERED,
     gather_tokens,
     gather_weight,
+    keep_all_but_weights,
     own_tokens,
     replicated,
     scatter_tokens,
     vocab_shard,
+    wide_ids,
 )
 from models.config import ModelConfig
 from models.dropout import EMBEDDING, drop_tokens, fold, row_words
@@ -38,7 +39,7 @@ from ring_jax.layouts import shard_positions
 
 _KEEP = jax.checkpoint_policies
 REMAT_POLICIES = {
-    "none": _KEEP.save_anything_except_these_names(GATHERED),
+    "none": keep_all_but_weights,
     "layer": _KEEP.nothing_saveable,
     "attention": _KEEP.save_only_these_names(ATTENTION),
     "offload": _KEEP.save_and_offload_only_these_names(
@@ -89,7 +90,7 @@ class Transformer(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Integer[Array, "B T"],
         *,
         positions: Positions | None = None,
         segment_ids: Positions | None = None,
@@ -102,12 +103,13 @@ class Transformer(nnx.Module):
           tokens: token ids; inside a `shard_map`, this shard's part of them.
           positions: place of every token in its document, int32. None: the place in the row that `layout` gives it.
           segment_ids: document of every token, int32; tokens attend within their own. 0 is padding. None: one document.
-          layout: order of the tokens over the `sequence` axis; see `ring_jax.layouts`.
+          layout: order of the tokens over the `sequence` axis; see `ring_jax.layouts`. None needs positions.
           dropout_seed: which activations fall where the configuration has dropout: an int, an integer array of shape
             [] or [2], or a key of `jax.random`, another at every step. None: none fall, as in evaluation.
 
         Raises:
-          ValueError: the parameters are not sharded as `param_specs` says, or the layers are spread over `pipeline`.
+          ValueError: the parameters are not sharded as `param_specs` says, or the layers are spread over `pipeline`;
+            no positions, and a layout that does not give them.
         """
         held = self.layers.attention_norm.scale.shape[0]
         if held != self.config.num_layers:
@@ -119,18 +121,18 @@ class Transformer(nnx.Module):
         with matmul_precision(self.config):
             x = self.embed(tokens)
             if positions is None:
-                positions = self._default_positions(x, layout)
+                positions = self._default_positions(tokens, x, layout)
             x = self.drop_embedding(x, words, positions, segment_ids)
             x = self.run_layers(x, positions, segment_ids, layout=layout, words=words)
             return self.head(x)
 
     @jax.named_scope("embed")
-    def embed(self, tokens: Int[Array, "*B T"]) -> Float[Array, "*B t D"]:
+    def embed(self, tokens: Integer[Array, "*B T"]) -> Float[Array, "*B t D"]:
         """Rows of the embedding table, in the compute type; NaN for a token id outside the vocabulary.
 
         Each device looks up what its part of the table holds; the sum over parts leaves each tensor shard its tokens.
         """
-        config = self.config
+        config, tokens = self.config, wide_ids(tokens)
         like = jnp.zeros((), config.compute_dtype)
         # In float32 once more: the gradient of a row is a sum over all its tokens, which bfloat16 would lose.
         table = gather_weight(self.embedding[...], -1, config.embed_dim, like).astype(jnp.float32)
@@ -174,7 +176,7 @@ class Transformer(nnx.Module):
         """
         self._check_shards()
         if positions is None:
-            positions = self._default_positions(x, layout)
+            positions = self._default_positions(x, x, layout)
         layers = self.layers if layers is None else layers
         windows = self.config.windows or (None,)
         # Between the two loops, forward and backward, nothing can be merged; in one trip of a loop, or without a loop,
@@ -186,7 +188,7 @@ class Transformer(nnx.Module):
         )
         def run(i: int, x: Array, group: DecoderLayer, number: Array | None) -> Array:
             # Cut out in here: outside, every layer's part would be kept for the backward pass, a second copy of all.
-            layer = jax.tree.map(lambda w: w[i], group)
+            layer = jax.tree.map(lambda w: lax.index_in_dim(w, i, keepdims=False), group)
             # Gathered weights depend on weights alone: untied from x they would be computed for all layers before the
             # loops, and all be there at once.
             x, layer = lax.optimization_barrier((x, layer))
@@ -206,11 +208,23 @@ class Transformer(nnx.Module):
             numbers = numbers.reshape(-1, len(windows))
         return lax.scan(body, x, (groups, None if words is None else numbers))[0]
 
-    def _default_positions(self, x: Float[Array, "B t D"], layout: str | None) -> Int[Array, " T"]:
-        """The place in the row that the layout gives to every token of this shard."""
+    def _default_positions(self, given: Array, x: Float[Array, "B t D"], layout: str | None) -> Int[Array, " T"]:
+        """The place in the row that the layout gives to every token of this shard; ``given``: what the caller passed.
+
+        ValueError for a layout that does not tell it: None, and one made for shards that cannot be told apart here.
+        """
+        if layout is None:
+            raise ValueError("layout=None says nothing about the order of the tokens; pass positions=, or a layout")
+        if layout != "contiguous" and not manual.axis_is_manual(RULES.sequence):
+            meshes = jax.sharding.get_abstract_mesh(), manual.mesh_of(given)
+            if (size := max(mesh.shape.get(RULES.sequence, 1) for mesh in meshes)) > 1:
+                raise ValueError(
+                    f"{layout=}: the mesh axis {RULES.sequence!r} has size {size}, and this call is for one shard, "
+                    "whose positions would be others; pass positions=, or call the model inside jax.shard_map"
+                )
         shard, num_shards = manual.axis_index(RULES.sequence), manual.axis_size(RULES.sequence)
         length = x.shape[1] * manual.axis_size(RULES.heads)
-        return shard_positions(layout or "contiguous", shard, length, num_shards)
+        return shard_positions(layout, shard, length, num_shards)
 
     def ahead(self, x: Float[Array, "*B D"], depth: int) -> Float[Array, "*B D"]:
         """What predicts the token ``depth`` places on, from what predicts the next: x + silu(x W)."""

@@ -21,7 +21,7 @@ from ring_jax.kernels.tiles import is_float
 from ring_jax.mesh import target
 from ring_jax.options import Schedule, TokenIds
 from ring_jax.problem import Inputs, Place, Spec
-from ring_jax.shards import Axis, Padding, Shards, check_sizes, make_shards, pad, place, share_heads
+from ring_jax.shards import Axis, Padding, Shards, check_sizes, make_shards, pad, place, share_heads, sum_heads
 
 
 def dot_product_attention(
@@ -135,13 +135,13 @@ def dot_product_attention(
         return sharded.attend("ring" if strategy == "auto" else strategy, arrays | keywords | placement)
     check_sizes(query, key, shards)
     sharded.check_counted(query, keywords, shards.outer_batch, shards.outer_heads)
-    key, value = share_heads(shards, key, value)
     heads = shards.size(shards.heads)
     axis_name, num_heads = (
         shards.sequence[0] if shards.sequence else "",
-        (query.shape[2] // heads, key.shape[2] // heads),
+        (query.shape[2] // heads, max(1, key.shape[2] // heads)),
     )
     spec = sharded.make_spec(query, key, keywords, axis_name, strategy, num_heads)
+    spec = spec._replace(copies=max(1, heads // key.shape[2]))
     inputs, padding = pad(shards, spec, sharded.make_inputs(query, key, value, keywords, 1))
     spec = _settle(shards, spec, inputs, padding)
     num_shards = shards.size(shards.sequence)
@@ -152,7 +152,7 @@ def dot_product_attention(
         manual.first_index(shards.outer_heads, inputs.query, query.shape[2]),
     )
     inputs = place(shards, inputs._replace(place=outer), shards.inputs(inputs))
-    inputs = manual.vary_alike(sharded.widen_shared(inputs))[0]  # inside another shard_map: gradients of one type
+    spec, inputs = sharded.vary_alike(spec, inputs)  # inside another shard_map
     out, lse = (padding.query.remove(shards, x) for x in _attend(spec, shards, inputs))
     return (out, lse) if return_residual else out
 
@@ -212,8 +212,20 @@ def _local(spec: Spec, shards: Shards, inputs: Inputs, like: Array) -> Inputs:
     return manual.vary_alike(inputs._replace(place=place))[0]
 
 
+def _with_copies(spec: Spec, shards: Shards, inputs: Inputs) -> Inputs:
+    """The inputs with a key/value head for each shard of the heads, as far as they still hold keys and values."""
+    key, value = (None if x is None else share_heads(shards, spec.copies, x) for x in (inputs.key, inputs.value))
+    return inputs._replace(key=cast(Any, key), value=cast(Any, value))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec: Spec, shards: Shards, inputs: Inputs):
+    """(out, lse) with its own gradient; copies of heads are made in here, so that their gradients are summed in here.
+
+    The transpose of a copy outside would sum what is rounded to half precision already, and in half precision.
+    """
+    inputs = _with_copies(spec, shards, inputs)
+
     def body(inputs: Inputs):
         return core.forward(spec, _local(spec, shards, inputs, inputs.query))[:2]
 
@@ -225,14 +237,15 @@ def _attend_forward(spec: Spec, shards: Shards, inputs: Inputs):
         out, lse, saved = core.forward(spec, _local(spec, shards, inputs, inputs.query))
         return out, lse, jax.tree.map(lambda x: x[None], saved)
 
-    specs = shards.arrays, shards.arrays, shards.saved
-    out, lse, saved = _shard_map(body, shards, (shards.inputs(inputs),), specs)(inputs)
+    specs, copied = (shards.arrays, shards.arrays, shards.saved), _with_copies(spec, shards, inputs)
+    out, lse, saved = _shard_map(body, shards, (shards.inputs(copied),), specs)(copied)
     out, lse, saved = jax.tree.map(lambda x: checkpoint_name(x, core.ATTENTION), (out, lse, saved))
     return (out, lse), (core.kept(inputs, saved), saved)
 
 
 def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
-    inputs, saved = residuals
+    given, saved = residuals
+    inputs = _with_copies(spec, shards, given)
     specs, arrays = shards.inputs(inputs), cast(Any, shards.arrays)
 
     def body(inputs: Inputs, saved: core.Saved, dout: Array, dlse: Array):
@@ -247,7 +260,9 @@ def _attend_backward(spec: Spec, shards: Shards, residuals, cotangents):
     gradients: Any = core.InputGradients(arrays, arrays, arrays, specs.bias, specs.sinks, floats(specs.score_args))
     in_specs = (specs, shards.saved, shards.arrays, shards.arrays)
     summed = _shard_map(body, shards, in_specs, gradients)(inputs, saved, *cotangents)
-    return (core.as_cotangents(summed, inputs),)
+    key, value = (sum_heads(shards, spec.copies, x) for x in (summed.key, summed.value))
+    summed = summed._replace(key=key, value=value)
+    return (core.as_cotangents(spec, summed, given, saved.out.dtype),)
 
 
 def _sum_shared(shards: Shards, x: Array, spec: jax.P) -> Array:

@@ -36,7 +36,7 @@ class InputGradients(NamedTuple):
     """In the shapes of the inputs, of this device alone.
 
     What devices may share is still to be summed, and in the dtype of its accumulator: rounded before, the error of
-    the sum would grow with the devices.
+    the sum would grow with the devices. Of query, key and value that is so where the spec says it (`Spec.sums_later`).
     """
 
     query: Array
@@ -117,7 +117,7 @@ def backward(spec: Spec, inputs: Inputs, saved: Saved, dout: Array, dlse: Array)
     query = jnp.where(finite[..., None], query, 0)
     problem = problem._replace(queries=problem.queries._replace(query=query))
     sums = (all_gather if spec.strategy == "all_gather" else ring).backward(problem, cotangents)
-    dtype = query.dtype
+    dtype = sums.query.dtype if spec.sums_later else query.dtype
     dq = ulysses.sequence_for_heads(grid, problem.layout.heads(sums.query, True).astype(dtype))
     routing = ulysses.route_heads(grid, *spec.num_heads)
     dkv = ulysses.leave_keys(grid, routing, problem.layout.heads(sums.keys, False), inputs.place.rank, dtype)
@@ -181,13 +181,16 @@ def _leave_sinks(grid: Grid, inputs: Inputs, dsinks: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(spec: Spec, inputs: Inputs) -> tuple[Array, Array]:
-    """(out, lse) with its own gradient, inside ``shard_map``; all arrays must vary over the same axes."""
-    out, lse, _ = forward(spec, inputs)
+    """(out, lse) with its own gradient, inside ``shard_map``.
+
+    All arrays must vary over the same axes, but query, key and value, where ``spec.shared`` has the others.
+    """
+    out, lse, _ = forward(spec, manual.vary_alike(inputs)[0])
     return out, lse
 
 
 def _attend_forward(spec: Spec, inputs: Inputs):
-    out, lse, saved = forward(spec, inputs)
+    out, lse, saved = forward(spec, manual.vary_alike(inputs)[0])
     out, lse, saved = named(out, lse, saved)
     return (out, lse), (kept(inputs, saved), saved)
 
@@ -215,20 +218,27 @@ def kept(inputs: Inputs, saved: Saved) -> Inputs:
 
 
 def _attend_backward(spec: Spec, residuals, cotangents):
-    return (as_cotangents(backward(spec, *residuals, *cotangents), residuals[0]),)
+    inputs, saved = residuals
+    grads = backward(spec, *manual.vary_alike(inputs, saved, *cotangents))
+    return (as_cotangents(spec, grads, inputs, saved.out.dtype),)
 
 
-def as_cotangents(grads: InputGradients, inputs: Inputs) -> Inputs:
-    """In the form and the dtypes of the inputs; None for what has no gradient."""
+def as_cotangents(spec: Spec, grads: InputGradients, inputs: Inputs, dtype: Any) -> Inputs:
+    """In the form and the dtypes of the inputs, of query, key and value ``dtype``; None for what has no gradient.
+
+    Query's, key's and value's are first summed over the manual axes over which these are shared.
+    """
 
     def rounded(x: Array | None, like: Any) -> Array | None:
         return None if x is None else x.astype(like.dtype)
 
+    def summed(x: Array, axes: tuple[str, ...]) -> Array:
+        return (lax.psum(x, axes) if axes else x).astype(dtype)
+
+    query, key, value = map(summed, grads[:3], spec.shared)
     args = tuple(map(rounded, grads.score_args, inputs.score_args))
-    grads = grads._replace(
-        bias=rounded(grads.bias, inputs.bias), sinks=rounded(grads.sinks, inputs.sinks), score_args=args
-    )
-    return Inputs(*grads, *cast(Any, (None,) * (len(Inputs._fields) - len(grads))))
+    bias, sinks = rounded(grads.bias, inputs.bias), rounded(grads.sinks, inputs.sinks)
+    return Inputs(query, key, value, bias, sinks, args, *cast(Any, (None,) * (len(Inputs._fields) - len(grads))))
 
 
 attend.defvjp(_attend_forward, _attend_backward)

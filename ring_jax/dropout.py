@@ -45,8 +45,18 @@ def as_words(seed: Any) -> UInt32[Array, "2"] | UInt32[Array, "B 2"]:
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape[-1:] not in ((), (2,)) or array.ndim > 2:
         rule = "an integer, an integer array of shape [], [2] or [batch, 2], or a key of jax.random"
         raise TypeError(f"dropout_seed must be {rule}; got {array.dtype}{list(array.shape)}")
-    array = array.astype(jnp.uint32)
-    return jnp.stack([jnp.zeros_like(array), array]) if array.ndim == 0 else array
+    return array.astype(jnp.uint32) if array.ndim else _words_of(array)
+
+
+def _words_of(number: Array) -> UInt32[Array, "2"]:
+    """(high, low) of an integer of any width, as of the same Python int: high is 0 for what 32 bits hold."""
+    low = number.astype(jnp.uint32)
+    if number.dtype.itemsize <= 4:
+        return jnp.stack([jnp.zeros_like(low), low])
+    fits = number < 2**32
+    if jnp.issubdtype(number.dtype, jnp.signedinteger):
+        fits &= number >= -(2**31)
+    return jnp.stack([jnp.where(fits, 0, number >> 32).astype(jnp.uint32), low])
 
 
 def query_words(

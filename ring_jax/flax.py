@@ -12,6 +12,7 @@ little too high.
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -280,6 +281,8 @@ class RingAttention(nnx.Module):
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"{head_dim=} must be even for rotary embedding; or pass rope_theta=None")
+        if rope_theta is not None and not 0 < rope_theta < math.inf:
+            raise ValueError(f"{rope_theta=} must be greater than 0 and finite; 10000 is usual, None leaves it out")
         fixed = options | {"is_causal": is_causal, "strategy": strategy, "layout": layout, "mesh": mesh}
         for name in ("segment_ids", "positions"):
             if name in options:

@@ -49,9 +49,9 @@ def vary_alike(*trees):
     return jax.tree.map(cast, trees)
 
 
-def is_shared(x: jax.Array, *trees) -> bool:
-    """True where `vary_alike` would cast ``x``, so that its gradient will be a sum over devices."""
-    return any(_varying(y) - _varying(x) for y in jax.tree.leaves(trees))
+def shared_over(x: jax.Array, *trees) -> tuple[str, ...]:
+    """The axes over which `vary_alike` would cast ``x``, so that its gradient will be a sum over them."""
+    return tuple(sorted(frozenset().union(*(_varying(y) for y in jax.tree.leaves(trees))) - _varying(x)))
 
 
 def full_like(shape: tuple[int, ...], value: float, dtype, *like: jax.Array) -> jax.Array:

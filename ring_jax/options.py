@@ -87,7 +87,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 PLACEMENT = ("mesh", "batch_axis", "head_axis", "sequence_axis", "axis_name")
 """Keywords that say where a call runs: nothing to verify."""
 
-_READS_POSITIONS = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn", "dropout_rate")
+READS_POSITIONS = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn", "dropout_rate")
 
 
 class Refusal(NamedTuple):
@@ -100,7 +100,7 @@ class Refusal(NamedTuple):
 
 def _given(*names: str) -> Callable[[dict[str, Any]], bool]:
     """All of these options are on."""
-    return lambda options: all(_is_on(name, options[name]) for name in names)
+    return lambda options: all(is_on(name, options[name]) for name in names)
 
 
 def _unordered(options: dict[str, Any]) -> bool:
@@ -123,12 +123,12 @@ def _strategy(*names: str) -> Callable[[dict[str, Any]], bool]:
 REFUSALS: tuple[Refusal, ...] = (
     *(
         Refusal((name, "layout"), _both(_given(name), _unordered), "an unnamed order says nothing; pass positions")
-        for name in _READS_POSITIONS
+        for name in READS_POSITIONS
     ),
     *(
         Refusal(
             (name, "layout"),
-            lambda options, name=name: _is_on(name, options[name]) and options["layout"] is None,
+            lambda options, name=name: is_on(name, options[name]) and options["layout"] is None,
             "lengths count in the layout's order, and this one has no name; mark the padding with segment id 0",
         )
         for name in ("query_seq_lengths", "key_value_seq_lengths")
@@ -155,7 +155,7 @@ REFUSALS: tuple[Refusal, ...] = (
         Refusal(
             ("schedule", name),
             lambda options, name=name: (
-                _is_on(name, options[name]) and (options["schedule"] or Schedule()).rotate == "queries"
+                is_on(name, options[name]) and (options["schedule"] or Schedule()).rotate == "queries"
             ),
             'its rows stay where they are; use rotate="keys" or "auto"',
         )
@@ -169,7 +169,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def _is_on(name: str, value: Any) -> bool:
+def is_on(name: str, value: Any) -> bool:
     """True unless ``value`` is what the option has when it is left out."""
     default = OPTIONS[name][0]
     if value is None or isinstance(value, (bool, int, float, tuple, str, np.generic)):

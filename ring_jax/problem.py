@@ -36,6 +36,13 @@ class Spec(NamedTuple):
     promised: bool = True  # differences of positions are those of the layout's indices
     real_lengths: tuple[int, int] | None = None  # of the whole sequence, where padding was added behind it
     kernel: str = "xla"
+    copies: int = 1  # devices that get a copy each of one key/value head
+    shared: tuple[tuple[str, ...], ...] = ((), (), ())  # manual axes over which query, key and value are the same
+
+    @property
+    def sums_later(self) -> bool:
+        """Gradients of query, key or value are still to be summed over devices."""
+        return self.copies > 1 or any(self.shared)
 
     @property
     def keeps_lost(self) -> bool:

@@ -187,19 +187,26 @@ def attend(strategy: str, keywords: dict[str, Any]) -> Any:
     # over layers and kept, one mask for every tile.
     names = ("query", "query_tokens", "key_tokens", "query_lengths", "key_lengths", "seed", "place")
     tied = lax.optimization_barrier({name: getattr(inputs, name) for name in names})
-    out, lse = core.attend(spec, manual.vary_alike(widen_shared(inputs._replace(**tied)))[0])
+    out, lse = core.attend(*vary_alike(spec, inputs._replace(**tied)))
     return (out, lse) if keywords["return_residual"] else out
 
 
-def widen_shared(inputs: Inputs) -> Inputs:
-    """Options in half precision that devices share, in float32: so are their gradients until they have been summed."""
+def vary_alike(spec: Spec, inputs: Inputs) -> tuple[Spec, Inputs]:
+    """All but query, key and value varying over the same manual axes; of these three, over which they are shared.
+
+    In half precision what devices share has a gradient in float32 until it has been summed: options by a cast here,
+    query, key and value, whose cast would cost time and memory, in the backward pass.
+    """
 
     def wide(x: Any) -> Any:
-        shared = x is not None and is_float(x) and manual.is_shared(x, inputs)
+        shared = x is not None and is_float(x) and manual.shared_over(x, inputs)
         return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if shared else x
 
     args = tuple(map(wide, inputs.score_args))
-    return inputs._replace(bias=wide(inputs.bias), sinks=wide(inputs.sinks), score_args=args)
+    others = inputs._replace(bias=wide(inputs.bias), sinks=wide(inputs.sinks), score_args=args)
+    arrays = {name: getattr(inputs, name) for name in ("query", "key", "value")}
+    shared = tuple(manual.shared_over(x, inputs) for x in arrays.values())
+    return spec._replace(shared=shared), manual.vary_alike(others)[0]._replace(**arrays)
 
 
 def _check_axis_name(axis_name: Any, layout: str | None, query: Array) -> str | None:
@@ -288,8 +295,7 @@ def make_inputs(query: Any, key: Any, value: Any, keywords: dict[str, Any], num_
     batch, lengths, num_heads = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2]
     positions = arguments.as_pair("positions", keywords["positions"], batch, lengths)
     segments = arguments.as_pair("segment_ids", keywords["segment_ids"], batch, lengths)
-    reads = ("is_causal", "local_window_size", "chunk_size", "mask_fn", "score_fn")
-    if not any(keywords[name] not in (None, False) for name in reads) and not keywords["dropout_rate"]:
+    if not any(options.is_on(name, keywords[name]) for name in options.READS_POSITIONS):
         positions = None, None
     shape = (batch, num_heads, lengths[0], lengths[1] * num_shards)
     real = [

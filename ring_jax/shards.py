@@ -55,11 +55,15 @@ class Shards(NamedTuple):
         def alike(spec: Any, tree: Any) -> Any:
             return jax.tree.map(lambda _: spec, tree)
 
+        def keys(x: Array | None) -> Any:
+            shared = x is not None and x.shape[2] % self.size(self.heads)  # fewer heads than shards of them
+            return alike(PartitionSpec(*self.arrays[:2]) if shared else self.arrays, x)
+
         whole, rows = PartitionSpec(), PartitionSpec(self.batch or None)
         return Inputs(
             query=alike(self.arrays, inputs.query),
-            key=alike(self.arrays, inputs.key),
-            value=alike(self.arrays, inputs.value),
+            key=keys(inputs.key),
+            value=keys(inputs.value),
             bias=self.pairwise(inputs.bias),
             sinks=alike(PartitionSpec(self.heads or None), inputs.sinks),
             score_args=alike(whole, inputs.score_args),
@@ -160,17 +164,17 @@ def check_sizes(query: Any, key: Any, shards: Shards) -> None:
         )
 
 
-def share_heads(shards: Shards, *arrays: Array) -> tuple[Array, ...]:
-    """Keys and values with one head for each shard of the heads, where they have fewer: each shard needs one of them.
+def share_heads(shards: Shards, copies: int, x: Array) -> Array:
+    """Keys or values with one head for each shard of the heads, from fewer: each shard needs one of them."""
+    return x if copies == 1 else place(shards, jnp.repeat(x, copies, axis=2), shards.arrays)
 
-    The transpose of the copy sums the gradients of the shards that share a head.
-    """
-    count, heads = arrays[0].shape[2], shards.size(shards.heads)
-    if count % heads == 0:
-        return arrays
-    length = shards.sequence if arrays[0].shape[1] % shards.size(shards.sequence) == 0 else ()
-    spec = PartitionSpec(shards.batch or None, length or None)
-    return tuple(jnp.repeat(place(shards, x, spec), heads // count, axis=2) for x in arrays)
+
+def sum_heads(shards: Shards, copies: int, x: Array) -> Array:
+    """The transpose of `share_heads`: the gradient of each head, from those of its copies."""
+    if copies == 1:
+        return x
+    x = place(shards, x, PartitionSpec(*shards.arrays[:2]))
+    return x.reshape(*x.shape[:2], -1, copies, x.shape[3]).sum(3)
 
 
 def is_explicit(shards: Shards) -> bool:

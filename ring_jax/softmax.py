@@ -38,7 +38,7 @@ def merge(
       Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
     """
     top = lax.stop_gradient(jnp.maximum(lse_a, lse_b))
-    seen = top > -jnp.inf
+    seen = top != -jnp.inf  # an lse that is NaN was seen
     top = jnp.where(seen, top, 0)  # exp(-inf - (-inf)) must not be formed, not even to be dropped
     weight_a, weight_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
     total = jnp.where(seen, weight_a + weight_b, 1)

@@ -11,19 +11,19 @@ import sys
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from models import ModelConfig
 from ring_jax import make_mesh
 from train.config import MESH_AXES, DataConfig, LossConfig, MeshConfig, TrainConfig
-from train.step import abstract_state, make_train_step
+from train.step import abstract_batch, abstract_state, make_train_step
 from train.step_cost import predict_memory
 
 MODEL = ModelConfig(vocab_size=512, num_layers=8, embed_dim=128, num_heads=8, num_kv_heads=4, head_dim=16, mlp_dim=256)
 DEEP = dataclasses.replace(MODEL, num_layers=96, mlp_dim=64, num_heads=2, num_kv_heads=2)
 WIDE = dataclasses.replace(MODEL, num_layers=2, embed_dim=1024, mlp_dim=4096, vocab_size=8192)
+AHEAD = dataclasses.replace(MODEL, num_layers=2, vocab_size=32768)
 
 CASES = {
     "43 M parameters, 128 tokens a device": (WIDE, "layer", (1, 2, 1, 4), 512, {}),
@@ -33,6 +33,8 @@ CASES = {
     "remat layer": (MODEL, "layer", (1, 1, 1, 4), 8192, {}),
     "remat layer, 96 layers": (DEEP, "layer", (1, 1, 1, 4), 8192, {}),
     "remat none, pipeline 2": (MODEL, "none", (1, 1, 2, 2), 8192, {"num_microbatches": 2}),
+    "32,768 words": (AHEAD, "layer", (1, 1, 1, 4), 2048, {}),
+    "32,768 words, 4 tokens ahead": (dataclasses.replace(AHEAD, mtp_depth=4), "layer", (1, 1, 1, 4), 2048, {}),
 }
 """What is in the table: model, remat, mesh (data, tensor, pipeline, sequence), length of two rows, other fields."""
 
@@ -56,9 +58,8 @@ def compare(name: str) -> Compared:
         **other,
     )
     mesh = make_mesh(**config.mesh.sizes())
-    names = ("tokens", "targets", "positions", "segment_ids")
-    batch = {name: jax.ShapeDtypeStruct((2, length), jnp.int32) for name in names}
-    compiled = make_train_step(config, mesh).lower(abstract_state(config, mesh), batch).compile()
+    given = abstract_state(config, mesh), abstract_batch(config, mesh)
+    compiled = make_train_step(config, mesh).lower(*given).compile()
     memory, found = predict_memory(config), compiled.memory_analysis()
     predicted = memory.gradients + memory.saved + memory.working
     return Compared((memory.state, found.argument_size_in_bytes), (predicted, found.temp_size_in_bytes))

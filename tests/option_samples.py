@@ -30,7 +30,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "value_dim": (8, 12),
     "scale": (None, 0.8),
     "is_causal": (False, True),
-    "window": (None, (0, 0), (3, 0), (2, 5), 4, (1000, 1000)),
+    "window": (None, (0, 0), 0, (3, 0), (2, 5), 4, (1000, 1000)),
     "chunk": (None, 1, 5),
     "soft_cap": (None, 5.0, 0.5),
     "sinks": (False, True),

@@ -172,6 +172,15 @@ def test_keys_of_four_words():
     attend(QUERY, KEY, KEY, dropout_rate=0.5, dropout_seed=keys[0])
 
 
+@pytest.mark.parametrize("seed", [5, -7, 2**31, 2**32 - 1, 2**40 + 3, -(2**31) - 1, -(2**45), 2**63 - 1, 2**64 - 5])
+def test_seeds_of_64_bits_are_those_of_the_same_int(seed: int):
+    """Cut to 32 bits, 2^32 seeds would drop alike."""
+    with jax.enable_x64(True):
+        array = jnp.asarray(np.array(seed, np.int64 if seed < 2**63 else np.uint64))
+        assert array.dtype.itemsize == 8
+        np.testing.assert_array_equal(jax.jit(dropout.as_words)(array), dropout.as_words(seed))
+
+
 def test_sizes_that_are_no_whole_numbers():
     with pytest.raises(ValueError, match="num_shards=0 must be at least 1"):
         ring_jax.permutation("zigzag", 8, 0)

@@ -300,6 +300,12 @@ def test_ring_attention_layer_positions_that_are_refused(positions, message):
         layer(X, positions=positions)
 
 
+@pytest.mark.parametrize("theta", [0.0, -1e4, float("inf"), float("nan")])
+def test_bases_that_give_no_rotary_frequencies_are_refused(theta):
+    with pytest.raises(ValueError, match=rf"rope_theta={theta} must be greater than 0 and finite; 10000 is usual"):
+        RingAttention(WIDTH, HEADS, head_dim=6, rope_theta=theta, rngs=nnx.Rngs(0))
+
+
 def test_ring_attention_layer_sees_differences_of_positions_only():
     """The same tokens a billion places on give the same, but for rounding."""
     layer = RingAttention(WIDTH, HEADS, head_dim=6, num_kv_heads=2, rope_theta=1e4, rngs=nnx.Rngs(0))

@@ -64,6 +64,16 @@ def test_loss_and_gradients_are_those_of_the_dense_formula(name: str, ignore: in
         np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
 
 
+def test_targets_may_be_of_a_type_that_holds_no_more_than_the_vocabulary():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, D), (D, 256)))
+    targets = jnp.array([0, 7, 128, 255])
+    want = cross_entropy(LossSpec(256), x, weight, targets)
+    got = cross_entropy(LossSpec(256), x, weight, targets.astype(jnp.uint8))
+    assert np.isfinite(want[0]).all()
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_poison_at_ignored_positions_reaches_nothing(poison: float):
     x, weight, targets = draw()

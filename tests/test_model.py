@@ -14,7 +14,7 @@ from models import ModelConfig, RopeScaling, Transformer
 from models.config import REMAT
 from models.layers import MLP, rotary_frequencies, rotary_tables
 from models.sharding import RULES, param_specs
-from ring_jax import from_layout, make_mesh, to_layout
+from ring_jax import from_layout, make_mesh, permutation, to_layout
 
 CONFIG = ModelConfig(
     vocab_size=40, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24, rope_theta=500.0
@@ -160,7 +160,7 @@ def test_what_is_kept_does_not_depend_on_the_pattern_of_windows(layers, pattern,
         model = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
         def objective(model, x):
-            return model.run_layers(x, None, None, layout=None).sum()
+            return model.run_layers(x, None, None, layout="contiguous").sum()
 
         x = jax.ShapeDtypeStruct((1, 2048, 256), jnp.float32)
         return jax.jit(jax.grad(objective)).lower(model, x).compile().memory_analysis().temp_size_in_bytes
@@ -182,6 +182,12 @@ def test_a_token_outside_the_vocabulary_is_not_silently_clamped(tokens):
     wrong[1, 3] = CONFIG.vocab_size
     logits = run(make_model(), wrong)
     assert np.isfinite(logits[0]).all() and np.isnan(logits[1, 3]).all()
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("uint8", 256), ("int16", 40_000), ("uint16", 65_536)])
+def test_token_ids_of_a_type_that_does_not_hold_the_size_of_the_vocabulary(tokens, dtype, vocab_size):
+    model = make_model(vocab_size=vocab_size)
+    np.testing.assert_array_equal(run(model, tokens.astype(dtype)), run(model, tokens))
 
 
 # --- the MLP in chunks -----------------------------------------------------------------------------------------------
@@ -291,6 +297,30 @@ def test_default_positions_come_from_the_shard(tokens, layout, sequence, tensor)
     np.testing.assert_allclose(sharded, run(model, tokens), atol=3e-6)
 
 
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_a_layout_of_shards_that_the_call_does_not_see_is_refused(tokens, layout):
+    """Where `jax.jit` cuts the sequence: the order of one shard would be taken for that of four."""
+    model, cut = make_model(), jax.NamedSharding(make_mesh(sequence=4), P(None, "sequence"))
+    call = jax.jit(lambda model, tokens, positions: model(tokens, positions=positions, layout=layout))
+    moved, at = jax.device_put(to_layout(tokens, layout, 4), cut), jnp.asarray(permutation(layout, T, 4), jnp.int32)
+    message = rf"{layout=}: the mesh axis 'sequence' has size 4.*pass positions=, or"
+    with pytest.raises(ValueError, match=message):
+        call(model, moved, None)
+    with jax.set_mesh(cut.mesh):
+        with pytest.raises(ValueError, match=message):
+            call(model, tokens, None)
+        got = call(model, moved, at)
+        natural = jax.jit(lambda model, tokens: model(tokens))(model, jax.device_put(tokens, cut))
+    want = run(model, tokens)
+    np.testing.assert_allclose(from_layout(np.asarray(got), layout, 4), want, atol=3e-6)
+    np.testing.assert_allclose(natural, want, atol=3e-6)
+
+
+def test_an_order_without_a_name_needs_positions(tokens):
+    with pytest.raises(ValueError, match="layout=None says nothing about the order of the tokens; pass positions="):
+        make_model()(jnp.asarray(tokens), layout=None)
+
+
 def test_positions_counted_from_0_on_every_shard_would_show(tokens):
     model = make_model()
     local = np.tile(np.arange(T // 4, dtype=np.int32), 4)
@@ -328,6 +358,9 @@ def test_parameters_that_are_not_sharded_by_the_rules_are_refused(tokens):
         ),
         ({"head_dim": 7}, "model.head_dim=7 must be even.*use 8"),
         ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+        ({"rope_theta": 0.0}, "model.rope_theta=0.0 must be greater than 0 and finite; 10000 is usual"),
+        ({"rope_theta": float("inf")}, "model.rope_theta=inf must be greater than 0 and finite"),
+        ({"norm_eps": -1e-6}, "model.norm_eps=-1e-06 must be greater than 0 and finite; 1e-6 is usual"),
     ],
 )
 def test_sizes_that_make_no_model(changes, text):

@@ -34,6 +34,12 @@ CASES = [
     ({"eval_every": 0, "eval_batches": 2}, "eval_batches=2 has no effect: the one evaluation is at the end"),
     ({"eval_every": 7, "eval_batches": 2}, "eval_batches=2 has no effect"),
     ({"loss": LossConfig(mtp_weight=0.5)}, "loss.mtp_weight=0.5 has no effect: model.mtp_depth=1"),
+    (
+        {"model": REPLACE(config().model, mlp_chunk=64)},
+        "model.mlp_chunk=64 has no effect: a device has no more tokens of a microbatch than that",
+    ),
+    ({"loss": LossConfig(chunk=64)}, "loss.chunk=64 has no effect: a device has no more tokens at a time than that"),
+    ({"loss": LossConfig(chunk=4096)}, "loss.chunk=4096 has no effect: a device has no more tokens at a time"),
     ({"watch": WatchConfig(max_rollbacks=1)}, "watch.max_rollbacks=1 has no effect: --rollback is off"),
     ({"data": DataConfig(field="body")}, "data.field='body' has no effect: without data.path"),
     (
@@ -62,11 +68,11 @@ CASES = [
 ]
 GOOD = {
     "optimizer": REPLACE(SGD, name="adamw", b1=0.8, eps=1e-3, min_learning_rate_ratio=0.0),
-    "loss": LossConfig(mtp_weight=0.5),
+    "loss": LossConfig(mtp_weight=0.5, chunk=63),
     "watch": WatchConfig(rollback=True, max_rollbacks=1),
     "data": DataConfig(path="a", field="body"),
     "layout": "striped",
-    "model": REPLACE(config().model, strategy="usp", mtp_depth=2, rope_scaling=RopeScaling(factor=2.0)),
+    "model": REPLACE(config().model, strategy="usp", mtp_depth=2, mlp_chunk=31, rope_scaling=RopeScaling(factor=2.0)),
     "mesh": MeshConfig(sequence=2, pipeline=2),
     "num_microbatches": 2,
 }

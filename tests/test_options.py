@@ -165,6 +165,7 @@ def test_inside_shard_map(strategy: str):
 TWO = (("two_directions", True),)
 EDGES = {
     "window of one key": Options(**FOUR, window=(0, 0)),
+    "window of one key, as one number": Options(**FOUR, window=0, tokens="offset"),
     "chunk of one token": Options(ring=4, layout="striped", chunk=1, sinks=True),
     "one token a shard": Options(ring=8, layout="striped", length=8, is_causal=True, window=(3, 0)),
     "one token a shard, heads exchanged": Options(ring=4, length=3, strategy="ulysses", bias="BNTS", mask="NT"),

@@ -80,6 +80,15 @@ def test_memory_is_that_of_the_compiled_step(plan_table, name):
     assert activations + state == pytest.approx(arguments + temporaries, rel=0.1)
 
 
+def test_memory_of_a_large_head_is_that_of_the_compiled_step(plan_table):
+    """Where it is most: within 15 %; what tokens further ahead add to the compiled step: within a third."""
+    found = [plan_table.compare(name) for name in ("32,768 words", "32,768 words, 4 tokens ahead")]
+    for x in found:
+        assert sum(x.arguments[:1] + x.temporaries[:1]) == pytest.approx(x.arguments[1] + x.temporaries[1], rel=0.15)
+    predicted, compiled = (found[1].temporaries[i] - found[0].temporaries[i] for i in range(2))
+    assert predicted == pytest.approx(compiled, rel=1 / 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ulysses", "usp"])
 def test_what_is_kept_of_an_exchange_is_that_of_the_compiled_step(plan_table, monkeypatch, strategy):

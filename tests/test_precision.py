@@ -3,9 +3,11 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, error, reference, ring_call, run
+from jax import P
 
 import ring_jax
 
@@ -34,6 +36,34 @@ def test_bfloat16_error_does_not_grow_with_the_ring(magnitude: float, kind: str)
     for name, *values in zip(("out", "dq", "dk", "dv"), *by_ring.values(), strict=True):
         # Measured equal to the last bit but for a few entries on a rounding edge.
         assert max(values[2:]) <= 1.1 * max(values[:2]), f"{name}: {values}"
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("inside", ["nothing", "its own shard_map", "one over heads"])
+def test_gradients_of_a_head_that_devices_share_are_rounded_once(inside: str, strategy: str):
+    """bfloat16, one key/value head: on 4 tensor devices as on one, but for the one rounding of each."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(2, 16, n, 8)), jnp.bfloat16) for n in (8, 1, 1)]
+    dout = rng.normal(size=(2, 16, 8, 8)).astype("float32")
+    mesh, cut = ring_jax.make_mesh(tensor=4, sequence=2), P(None, "sequence", "tensor")
+    attend = functools.partial(ring_jax.dot_product_attention, is_causal=True, strategy=strategy, mesh=mesh)
+    if inside == "its own shard_map":
+        local = functools.partial(getattr(ring_jax, f"{strategy}_attention"), is_causal=True)
+        shared = P(None, "sequence")
+        attend = jax.shard_map(local, mesh=mesh, in_specs=(cut, shared, shared), out_specs=cut)
+    elif inside == "one over heads":
+        inner, heads = functools.partial(attend, mesh=None), P(None, None, "tensor")
+        specs = {"in_specs": (heads, P(), P()), "out_specs": heads, "axis_names": {"tensor"}}
+        attend = jax.shard_map(inner, mesh=mesh, **specs)
+
+    def slopes(attend):
+        loss = lambda *arrays: (attend(*arrays).astype("float32") * dout).sum()  # noqa: E731
+        return (np.asarray(x, np.float32) for x in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays))
+
+    one = functools.partial(ring_jax.dot_product_attention, is_causal=True)
+    for got, want in zip(slopes(attend), slopes(one), strict=True):
+        allowed = 2.0**-7 * np.abs(want) + 2e-5 * np.abs(want).max()  # neighbors in bfloat16; float32's noise
+        assert (np.abs(got - want) <= allowed).all(), np.max(np.abs(got - want) / allowed)
 
 
 def test_one_shard_holds_nearly_all_the_mass():

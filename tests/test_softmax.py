@@ -75,6 +75,15 @@ def test_rows_that_see_nothing_have_finite_gradients():
         assert np.isfinite(gradient).all() and not gradient.any()
 
 
+def test_a_log_sum_exp_that_is_nan_stays():
+    """-inf would say that the row saw nothing."""
+    out, lse = jnp.ones((1, 3, 1, 2)), jnp.array([[[jnp.nan], [0.0], [-jnp.inf]]])
+    for other in (jnp.zeros_like(lse), jnp.full_like(lse, -jnp.inf)):
+        for pair in (ring_jax.merge(out, lse, out, other), ring_jax.merge(out, other, out, lse)):
+            np.testing.assert_array_equal(np.isnan(pair[1]).ravel(), [True, False, False])
+            np.testing.assert_array_equal(np.isnan(pair[0]).all(-1).ravel(), [True, False, False])
+
+
 def test_half_precision_outputs_keep_their_dtype():
     out, lse = jnp.ones((1, 2, 1, 3), jnp.bfloat16), jnp.zeros((1, 2, 1))
     merged_out, merged_lse = ring_jax.merge(out, lse, out, lse)

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_step import MODEL, ONE, SGD, B, T, make_config, packed_batch, trace, walk
+from test_step import MODEL, ONE, SGD, B, T, axes_of, collectives, make_config, packed_batch, trace, walk
 
 from models import ModelConfig
+from models.config import REMAT
 from ring_jax import inspect, make_mesh
 from train.config import MESH_AXES, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from train.step import abstract_state, init_state, make_eval_step, make_train_step, place_batch
+from train.step import abstract_batch, abstract_state, init_state, make_eval_step, make_train_step, place_batch
 
 WIDE = dataclasses.replace(MODEL, embed_dim=64, mlp_dim=192, head_dim=16, vocab_size=128)
 
@@ -29,10 +30,8 @@ def compile_step(sizes: tuple[int, ...], length: int, rows: int = 2, model: Mode
         **({"optimizer": SGD, "num_steps": 10} | changes),
     )
     mesh = make_mesh(**config.mesh.sizes())
-    names = ("tokens", "targets", "positions", "segment_ids")
-    batch = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in names}
-    state = abstract_state(config, mesh)
-    return make_train_step(config, mesh).lower(state, batch).compile(), mesh
+    given = abstract_state(config, mesh), abstract_batch(config, mesh)
+    return make_train_step(config, mesh).lower(*given).compile(), mesh
 
 
 def test_memory_is_constant_where_tokens_a_device_are():
@@ -91,8 +90,49 @@ def test_float32_is_multiplied_as_float32():
     assert precisions(trace(ONE, 1)) == highest
     assert precisions(walk(make_eval_step(config, mesh).trace(params, batch).jaxpr.jaxpr)) == highest
     assert precisions(walk(jax.make_jaxpr(lambda model, x: model(x))(params, batch["tokens"]).jaxpr)) == highest
+    chunked = abstract_state(make_config(ONE, model=dataclasses.replace(MODEL, mlp_chunk=24)), mesh).params
+    slope = jax.make_jaxpr(jax.grad(lambda model, x: model(x).sum()))(chunked, batch["tokens"])  # by a caller
+    assert precisions(walk(slope.jaxpr)) == highest
     half = trace(ONE, 1, model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
     assert not precisions(half) & highest
+
+
+@pytest.mark.parametrize("remat", REMAT)
+def test_gathered_weights_are_gathered_again(remat):
+    """A layer's 7, forward and once more backward, whatever else is kept."""
+    found = collectives(trace((2, 2, 2, 2), 2, model=dataclasses.replace(MODEL, remat=remat)))
+    weights = [
+        eqn
+        for path, eqn in found
+        if path.count("scan") >= 2 and "all_gather" in eqn.primitive.name and axes_of(eqn) == ("data", "sequence")
+    ]
+    assert len(weights) == 2 * 7
+
+
+@pytest.mark.parametrize("windows", [(), (None, 24)])
+@pytest.mark.parametrize("sizes", [ONE, (1, 1, 1, 2)], ids=str)
+def test_no_form_of_a_weight_is_kept_for_the_backward_pass(sizes, windows):
+    """Neither gathered, nor cast, nor cut out of the stack: where everything else is, no loop stacks one a layer.
+
+    Its gradient leaves the loop in groups, one for each trip.
+    """
+    model = dataclasses.replace(MODEL, remat="none", compute_dtype="bfloat16", windows=windows)
+    layers = abstract_state(make_config(ONE, model=model), make_mesh()).params.layers
+    whole = [leaf.shape[1:] for leaf in jax.tree.leaves(layers) if leaf.ndim > 2]
+    cut = {tuple(n // sizes[3] if n == MODEL.embed_dim else n for n in shape) for shape in whole}
+    loops = [eqn for _, eqn in trace(sizes, 1, model=model) if eqn.primitive.name == "scan"]
+    stacked = {v.aval.shape[1:] for eqn in loops for v in eqn.outvars}
+    assert any(shape[-1:] == (MODEL.mlp_dim,) for shape in stacked), "activations are"
+    assert not stacked & {*whole, *cut}
+
+
+def test_gradients_are_summed_over_devices_once_a_step():
+    """Each device sums its own over the pieces of `accumulate` first."""
+    found = collectives(trace((2, 1, 1, 2), 1, accumulate=2))
+    sums = [(path, eqn) for path, eqn in found if "psum" in eqn.primitive.name and "data" in axes_of(eqn)]
+    assert sum(any(v.aval.ndim for v in eqn.invars) for _, eqn in sums) >= 3, "those of the norm scales"
+    for path, eqn in sums:
+        assert not {"scan", "while"} & set(path) or not any(v.aval.ndim for v in eqn.invars)
 
 
 @pytest.mark.slow
@@ -136,10 +176,12 @@ def test_traffic_of_weights_and_gradients_is_that_of_the_formula(sizes):
     assert sent("reduce-scatter") == part * (layers + tables)
 
 
-def test_activations_cross_the_pipeline_once_a_tensor_shard():
+@pytest.mark.parametrize("depth", [1, 3])
+def test_activations_cross_the_pipeline_once_a_tensor_shard(depth):
     """All-reduces over the stages: the rows of the embedding and what the last stage has, each way, and of each only
-    the tokens of one tensor shard."""
-    compiled, mesh = compile_step((1, 2, 2, 2), 64, num_microbatches=2)
+    the tokens of one tensor shard, however many tokens ahead are predicted."""
+    model = dataclasses.replace(WIDE, mtp_depth=depth)
+    compiled, mesh = compile_step((1, 2, 2, 2), 64, model=model, num_microbatches=2)
     found = [x for x in inspect(compiled, mesh).collectives if x.axes == ("pipeline",) and x.kind == "all-reduce"]
     tokens = 2 * 64 // 2 // 2 * WIDE.embed_dim * 4  # bytes; sent by two stages: 2 (p - 1) / p times
     large = [x.bytes * x.runs for x in found if x.bytes >= tokens / 2]

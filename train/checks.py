@@ -84,8 +84,6 @@ _COUNT = ("at least 1", lambda value: value >= 1, "1")
 _POSITIVE = ("greater than 0 and finite", lambda value: 0 < value < math.inf)
 _NUMBERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     **{f"mesh.{axis}": _COUNT for axis in MESH_AXES},
-    "model.rope_theta": (*_POSITIVE, "10000"),
-    "model.norm_eps": (*_POSITIVE, "1e-6"),
     "data.seq_len": _COUNT,
     "data.batch_size": _COUNT,
     "data.held_out_fraction": ("between 0 and 1", lambda value: 0 < value < 1, "0.05"),

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from models.collectives import wide_ids
 from models.sharding import psum
 from ring_jax import manual
 
@@ -130,11 +131,11 @@ def cross_entropy(
       spec: how the loss is made.
       x: activations [n, D] of this device's tokens, after the final norm.
       weight: this device's columns [D, v] of the output head, in the type of ``x``.
-      targets: [n] int32; a negative one is ignored, one of ``spec.vocab_size`` or more gives NaN.
+      targets: [n] integers; a negative one is ignored, one of ``spec.vocab_size`` or more gives NaN.
       first: token id of the first column.
 
     Returns:
       (loss, nll), float32 [n], equal on all devices that cut the vocabulary; 0 where there is no target.
     """
     x, weight, first = manual.vary_alike(x, weight, jnp.asarray(first, jnp.int32))
-    return _losses(spec, x, weight, targets, first)
+    return _losses(spec, x, weight, wide_ids(targets), first)

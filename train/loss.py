@@ -78,7 +78,9 @@ def final_activations(model: Transformer, batch: Batch, config: TrainConfig) -> 
     if stages == 1:
         return x, ticks
     last = manual.axis_index(RULES.layers) == stages - 1
-    return lax.psum(jnp.where(last, x, jnp.zeros((), x.dtype)), RULES.layers), ticks
+    x = lax.psum(jnp.where(last, x, jnp.zeros((), x.dtype)), RULES.layers)
+    # The sum of its gradients over the stages is here, one in float32: else JAX would have one for each depth.
+    return lax.pcast(x.astype(jnp.float32), RULES.layers, to="varying").astype(x.dtype), ticks
 
 
 def token_losses(model: Transformer, x: Array, targets: Array, config: TrainConfig) -> tuple[Array, Array]:
@@ -119,13 +121,15 @@ def loss_sums(model: Transformer, batch: Batch, config: TrainConfig) -> Sums:
       config: layout, microbatches and terms of the loss.
     """
     x, ticks = final_activations(model, batch, config)
-    loss, nll = token_losses(model, x, batch["targets"], config)
-    objective = loss.sum()
-    depth = config.model.mtp_depth
-    for ahead in range(2, depth + 1):  # its D x D block runs on every stage: to send its result would take as long
-        further, _ = token_losses(model, model.ahead(x, ahead), batch[targets_name(ahead)], config)
-        objective += config.loss.mtp_weight / (depth - 1) * further.sum()
+    rows, depths = len(x), range(1, config.model.mtp_depth + 1)
+    # All depths in one call: the head is gathered, and its gradient summed and scattered, once. The D x D blocks run on
+    # every stage: to send their results would take as long.
+    x = jnp.concatenate([model.ahead(x, ahead) for ahead in depths])
+    loss, nll = token_losses(model, x, jnp.concatenate([batch[targets_name(ahead)] for ahead in depths]), config)
+    objective = loss[:rows].sum()
+    if len(depths) > 1:
+        objective += config.loss.mtp_weight / (len(depths) - 1) * loss[rows:].sum()
     count = jnp.sum(batch["targets"] >= 0, dtype=jnp.int32)
-    sums = objective, nll.sum(), count
+    sums = objective, nll[:rows].sum(), count
     objective, nats, count = (psum(replicated(x), RULES.batch, RULES.sequence) for x in sums)
     return Sums(objective, nats, count, ticks)

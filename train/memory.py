@@ -24,7 +24,7 @@ class MemoryEstimate(NamedTuple):
     saved: float
     """What the backward pass needs of the forward pass: the input of every layer, of all rows in flight."""
     working: float
-    """Weights and activations of the layer that runs, and a chunk of logits."""
+    """Weights and activations of the layer that runs, or of the head and a chunk of logits: the larger."""
 
     @property
     def total(self) -> float:
@@ -66,8 +66,25 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     saved = tokens * kept * ticks * model.num_layers / stages / mesh.tensor
     moving = 4 * width * tokens * model.embed_dim / mesh.tensor if stages > 1 else 0  # what enters and leaves
     weights = (width + 4) * layer_params / mesh.tensor  # gathered, and their gradient before it is scattered
-    logits = 2 * 4 * min(config.loss.chunk, tokens) * model.vocab_size / mesh.tensor / stages
-    return MemoryEstimate(state=state, saved=saved, working=layer + weights + logits + moving)
+    working = max(layer + weights, _head_bytes(config, tokens)) + moving
+    return MemoryEstimate(state=state, saved=saved, working=working)
+
+
+def _head_bytes(config: TrainConfig, tokens: float) -> float:
+    """What there is beside the kept activations when the loss of so many tokens turns.
+
+    The columns of the head, gathered, and their gradient before it is scattered; a chunk of logits with its gradient;
+    of every depth what enters its norm, in float32, too, and what leaves it, gathered over `tensor`, with gradients; of
+    those from 2 on the block and its gradient, and of its product with the activations both factors of the silu.
+    """
+    model, mesh = config.model, config.mesh
+    width = 2 if model.compute_dtype == "bfloat16" else 4
+    d, depth, parts = model.embed_dim, model.mtp_depth, mesh.tensor * mesh.pipeline
+    head = (width + 4) * d * model.vocab_size / parts
+    logits = 2 * 4 * min(config.loss.chunk, tokens) * model.vocab_size / parts
+    normed = tokens * d * (2 * width + (2 * width + (4 if width < 4 else 0)) / mesh.tensor)
+    ahead = tokens * d * 2 * width / mesh.tensor + (width + 4) * d * d
+    return head + logits + depth * normed + (depth - 1) * ahead
 
 
 def _exchanged(config: TrainConfig) -> tuple[float, float]:

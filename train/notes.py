@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from models.config import RopeScaling
-from train.config import TrainConfig
+from train.config import LossConfig, TrainConfig
 
 
 class _Unused(NamedTuple):
@@ -18,6 +18,11 @@ class _Unused(NamedTuple):
     holds: Callable[[TrainConfig], bool]
     """Whether they have no effect."""
     because: str
+
+
+def _tokens_at_once(config: TrainConfig) -> float:
+    """Of a device: those of a piece of its rows, all microbatches together."""
+    return config.data.batch_size * config.data.seq_len / (config.mesh.data * config.mesh.sequence * config.accumulate)
 
 
 _UNUSED = (
@@ -37,6 +42,16 @@ _UNUSED = (
         "the one evaluation is at the end and reads all held-out text",
     ),
     _Unused(("loss.mtp_weight",), lambda config: config.model.mtp_depth == 1, "model.mtp_depth=1 predicts none ahead"),
+    _Unused(
+        ("model.mlp_chunk",),
+        lambda config: (config.model.mlp_chunk or 0) >= _tokens_at_once(config) / config.num_microbatches,
+        "a device has no more tokens of a microbatch than that",
+    ),
+    _Unused(
+        ("loss.chunk",),
+        lambda config: min(config.loss.chunk, LossConfig().chunk) >= _tokens_at_once(config),
+        "a device has no more tokens at a time than that, nor than the default",
+    ),
     _Unused(("watch.max_rollbacks",), lambda config: not config.watch.rollback, "--rollback is off"),
     _Unused(("data.field",), lambda config: bool(config.data.sources), "each of data.sources names a field of its own"),
     _Unused(

@@ -2,7 +2,7 @@
 
 Invariant: every collective of the step is a line of code: the ring of `ring_jax`, weights and tokens in
 `models.collectives`, the hops of `train.pipeline`, the vocabulary's sums in `train.cross_entropy`, the global sums of
-`train.loss`; and here, `sum_gradients_over_replicas`. `check_vma` stays on, so JAX proves that what leaves as
+`train.loss`; and here, `sum_over_replicas`. `check_vma` stays on, so JAX proves that what leaves as
 replicated is replicated. With it off, the gradients of replicated parameters would be scaled by the mesh, and only the
 loss curve would tell.
 """
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import Transformer
 from models.dropout import fold, row_words
-from models.sharding import RULES
+from models.sharding import RULES, psum
 from models.transformer import matmul_precision
 from ring_jax import layouts
 from ring_jax.dropout import as_words
@@ -36,17 +36,23 @@ __all__ = ["abstract_batch", "abstract_state", "init_state", "make_eval_step", "
 BATCH_SPEC = RULES.spec("batch", "sequence")
 
 
-def sum_gradients_over_replicas(params: Transformer, specs: Any) -> Transformer:
-    """Mark every parameter as used by all devices that hold a copy of it; the transpose sums their gradients.
+def _whole_over(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that do not cut a parameter: each of their devices holds a copy."""
+    cut = {axis for axes in spec if axes is not None for axis in ((axes,) if isinstance(axes, str) else axes)}
+    return tuple(axis for axis in MESH_AXES if axis not in cut)
 
-    Without this, JAX would put the sums where each parameter is used, inside the loops over layers and microbatches.
+
+def own_copies(params: Transformer, specs: Any) -> Transformer:
+    """Every parameter as this device's own, whose gradient is what this device adds: see `sum_over_replicas`.
+
+    Without this, JAX would sum where each parameter is used, inside the loops over layers, microbatches and pieces.
     """
+    return jax.tree.map(lambda param, spec: lax.pcast(param, _whole_over(spec), to="varying"), params, specs)
 
-    def cast(param: Array, spec: PartitionSpec) -> Array:
-        cut = {axis for axes in spec if axes is not None for axis in ((axes,) if isinstance(axes, str) else axes)}
-        return lax.pcast(param, tuple(axis for axis in MESH_AXES if axis not in cut), to="varying")
 
-    return jax.tree.map(cast, params, specs)
+def sum_over_replicas(grads: Transformer, specs: Any) -> Transformer:
+    """The gradients for `own_copies`, each summed over the devices that hold a copy of its parameter: once a step."""
+    return jax.tree.map(lambda grad, spec: psum(grad, *_whole_over(spec)), grads, specs)
 
 
 def in_pieces(fun: Callable[..., Any], batch: Batch, config: TrainConfig) -> Callable[..., Any]:
@@ -72,7 +78,7 @@ def make_train_step(
     specs = state_specs(config).params
 
     def objective(params: Transformer, batch: Batch) -> tuple[Array, Sums]:
-        sums = loss_sums(sum_gradients_over_replicas(params, specs), batch, config)
+        sums = loss_sums(params, batch, config)
         return sums.objective, sums
 
     def sums_and_grads(params: Transformer, batch: Batch, seed: Array) -> tuple[Sums, Transformer]:
@@ -80,8 +86,8 @@ def make_train_step(
             batch = batch | {DROPOUT: row_words(seed, len(batch["tokens"]))}
         fun = in_pieces(jax.value_and_grad(objective, has_aux=True), batch, config)
         with matmul_precision(config.model):
-            (_, sums), grads = fun(params, batch)
-        return sums, grads
+            (_, sums), grads = fun(own_copies(params, specs), batch)
+        return sums, sum_over_replicas(grads, specs)
 
     given = specs, BATCH_SPEC, PartitionSpec()
     mapped = jax.shard_map(sums_and_grads, mesh=mesh, in_specs=given, out_specs=(PartitionSpec(), specs))

@@ -78,7 +78,7 @@ class StepMemory(NamedTuple):
     saved: float
     """Activations kept for the backward pass."""
     working: float
-    """Weights and activations of the layer that runs, and a chunk of logits."""
+    """Weights and activations of the layer that runs, or of the head and a chunk of logits: the larger."""
 
     @property
     def total(self) -> float:
@@ -241,14 +241,18 @@ def _head_cost(
 
 
 def _pipeline_cost(config: TrainConfig, link: Link) -> float:
-    """A hop of a microbatch each tick, forward and backward; what leaves the last stage goes to all, and back."""
+    """A hop of a microbatch each tick, forward and backward; embedding and last stage go to all, and their gradients.
+
+    All in the compute type but the gradient of the last stage, which is summed in float32.
+    """
     model, mesh = config.model, config.mesh
     if mesh.pipeline == 1:
         return 0.0
     rows = _width(config) * config.tokens_per_step / (mesh.data * mesh.sequence * mesh.tensor) * model.embed_dim
     piece = rows / (config.num_microbatches * config.accumulate)
     ticks = config.repeats * config.num_microbatches + mesh.pipeline - 1
-    return config.accumulate * 2 * ticks * link.hop(piece) + 4 * link.gather(rows)
+    sums = 6 * link.gather(rows) + 2 * link.gather(4 * rows / _width(config))
+    return config.accumulate * 2 * ticks * link.hop(piece) + sums
 
 
 def predict_memory(config: TrainConfig) -> StepMemory:
