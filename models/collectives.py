@@ -22,7 +22,7 @@ from ring_jax import manual
 
 GATHERED = "gathered weight"
 """Name of gathered weights for rematerialization: they are never kept for the backward pass."""
-_COPIES = ("slice", "squeeze", "pvary", "optimization_barrier")
+_COPIES = ("slice", "dynamic_slice", "squeeze", "pvary", "optimization_barrier")
 """Operations on the way from a stack of weights to one gathered weight that give what they are given, or a part."""
 
 

@@ -166,13 +166,14 @@ class Transformer(nnx.Module):
         layout: str | None,
         layers: DecoderLayer | None = None,
         words: UInt32[Array, "B 2"] | None = None,
-        numbers: Int[Array, " L"] | None = None,
+        numbers: Int[Array, "L ..."] | None = None,
+        turn: Int[Array, ""] | None = None,
     ) -> Float[Array, "B t D"]:
         """Run the layers that this shard holds, or ``layers`` of them, one after another.
 
         ``x`` holds this tensor shard's tokens, ``positions`` and ``segment_ids`` those of the whole sequence shard.
         ``words`` are the keys of the rows for dropout, None for none; it goes by the ``numbers`` of the layers in the
-        whole model, None where they are all here, in order.
+        whole model, None where they are all here, in order. With ``turn`` both are [L, turns, ...], and it is run.
         """
         self._check_shards()
         if positions is None:
@@ -189,6 +190,9 @@ class Transformer(nnx.Module):
         def run(i: int, x: Array, group: DecoderLayer, number: Array | None) -> Array:
             # Cut out in here: outside, every layer's part would be kept for the backward pass, a second copy of all.
             layer = jax.tree.map(lambda w: lax.index_in_dim(w, i, keepdims=False), group)
+            if turn is not None:
+                here = functools.partial(lax.dynamic_index_in_dim, index=turn, keepdims=False)
+                layer, number = jax.tree.map(here, (layer, number))
             # Gathered weights depend on weights alone: untied from x they would be computed for all layers before the
             # loops, and all be there at once.
             x, layer = lax.optimization_barrier((x, layer))
@@ -205,7 +209,7 @@ class Transformer(nnx.Module):
         x = manual.vary_alike(x, positions, segment_ids, words, jax.tree.leaves(layers))[0]
         if words is not None:
             numbers = jnp.arange(len(layers.attention_norm.scale)) if numbers is None else numbers
-            numbers = numbers.reshape(-1, len(windows))
+            numbers = numbers.reshape(-1, len(windows), *numbers.shape[1:])
         return lax.scan(body, x, (groups, None if words is None else numbers))[0]
 
     def _default_positions(self, given: Array, x: Float[Array, "B t D"], layout: str | None) -> Int[Array, " T"]:

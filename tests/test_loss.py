@@ -224,7 +224,10 @@ def test_pipeline_applies_every_layer_with_its_own_microbatch(stages, repeats, n
     order = layer_order(layers, stages, repeats)
 
     def local(weight, x, place):
-        out, ticks = run_pipeline(lambda w, x, place: x * w[0] + place, weight, x, place, repeats=repeats)
+        def stage(w, x, place, turn):
+            return x * (w[0] if turn is None else w[0, turn]) + place
+
+        out, ticks = run_pipeline(stage, weight, x, place, repeats=repeats)
         is_last = jax.lax.axis_index("pipeline") == stages - 1
         return jax.lax.psum(jnp.where(is_last, jnp.sum(out**2), 0.0), "pipeline"), ticks
 

@@ -126,6 +126,18 @@ def test_no_form_of_a_weight_is_kept_for_the_backward_pass(sizes, windows):
     assert not stacked & {*whole, *cut}
 
 
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_the_layers_of_a_turn_are_not_kept_tick_by_tick(remat):
+    """Of a circular pipeline: 2 turns of 4 microbatches in 9 ticks, which run the same weights again and again."""
+    model = dataclasses.replace(MODEL, remat=remat)
+    layers = abstract_state(make_config(ONE, model=model), make_mesh()).params.layers
+    whole = {leaf.shape[1:] for leaf in jax.tree.leaves(layers) if leaf.ndim > 2}
+    loops = [eqn for _, eqn in trace((1, 1, 2, 1), 4, model=model, repeats=2) if eqn.primitive.name == "scan"]
+    stacked = {v.aval.shape for eqn in loops for v in eqn.outvars if v.aval.shape[:1] == (9,)}
+    assert any(shape[-1:] == (MODEL.embed_dim,) for shape in stacked), "activations are"
+    assert not [shape for shape in stacked for weight in whole if shape[-len(weight) :] == weight]
+
+
 def test_gradients_are_summed_over_devices_once_a_step():
     """Each device sums its own over the pieces of `accumulate` first."""
     found = collectives(trace((2, 1, 1, 2), 1, accumulate=2))

@@ -63,10 +63,10 @@ def final_activations(model: Transformer, batch: Batch, config: TrainConfig) -> 
     def cut(x: Array) -> Array:
         return x.reshape(pieces, rows // pieces, *x.shape[1:])
 
-    def stage(held: tuple[Any, Array], x: Array, place: Batch) -> Array:
+    def stage(held: tuple[Any, Array], x: Array, place: Batch, turn: Array | None) -> Array:
         layers, numbers = held
         keywords = {"layout": config.layout, "words": place.get(DROPOUT), "layers": layers, "numbers": numbers}
-        return model.run_layers(x, place["positions"], place["segment_ids"], **keywords)
+        return model.run_layers(x, place["positions"], place["segment_ids"], turn=turn, **keywords)
 
     place = {name: batch[name] for name in ("positions", "segment_ids", DROPOUT) if name in batch}
     x = model.embed(batch["tokens"])

@@ -65,6 +65,7 @@ def estimate_memory(config: TrainConfig) -> MemoryEstimate:
     ticks = 1 + stages / (config.repeats * config.num_microbatches) if stages > 1 else 1
     saved = tokens * kept * ticks * model.num_layers / stages / mesh.tensor
     moving = 4 * width * tokens * model.embed_dim / mesh.tensor if stages > 1 else 0  # what enters and leaves
+    moving += held.params if config.repeats > 1 else 0  # the layers in the order in which a stage runs them
     weights = (width + 4) * layer_params / mesh.tensor  # gathered, and their gradient before it is scattered
     working = max(layer + weights, _head_bytes(config, tokens)) + moving
     return MemoryEstimate(state=state, saved=saved, working=working)

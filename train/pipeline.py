@@ -54,12 +54,14 @@ def layer_order(num_layers: int, stages: int, repeats: int) -> np.ndarray:
 
 @jax.named_scope("pipeline")
 def run_pipeline(
-    stage: Callable[[Any, Array, Any], Array], layers: Any, inputs: Array, place: Any, *, repeats: int = 1
+    stage: Callable[[Any, Array, Any, Any], Array], layers: Any, inputs: Array, place: Any, *, repeats: int = 1
 ) -> tuple[Array, Ticks]:
     """Pass microbatches through all layers.
 
     Args:
-      stage: (layers, x, place) -> x of the same shape and type.
+      stage: (layers, x, place, turn) -> x of the same shape and type. With repeats its layers are [n, repeats, ...], of
+        which it is to run those of this turn; it cuts them out itself, where the backward pass can cut them out again:
+        cut out here, a copy would be kept for every tick. Without, turn is None.
       layers: pytree of [n, ...], what this stage holds, in the order of `layer_order`.
       inputs: [M, ...], what enters the first layer, microbatch by microbatch.
       place: pytree of [M, ...], what every stage must know of the microbatch it is working on.
@@ -72,11 +74,12 @@ def run_pipeline(
     if stages == 1:
         ticks = Ticks(jnp.int32(count), jnp.int32(count))
         if count == 1:
-            return stage(layers, inputs[0], jax.tree.map(lambda p: p[0], place))[None], ticks
-        return lax.map(lambda piece: stage(layers, *piece), (inputs, place)), ticks
+            return stage(layers, inputs[0], jax.tree.map(lambda p: p[0], place), None)[None], ticks
+        return lax.map(lambda piece: stage(layers, *piece, None), (inputs, place)), ticks
     index = manual.axis_index(RULES.layers)
     to_next = [(i, (i + 1) % stages) for i in range(stages)]
-    groups = jax.tree.map(lambda w: w.reshape(repeats, -1, *w.shape[1:]), layers)
+    if repeats > 1:
+        layers = jax.tree.map(lambda w: jnp.moveaxis(w.reshape(repeats, -1, *w.shape[1:]), 0, 1), layers)
 
     def run_tick(received: Array, tick: Array) -> tuple[Array, tuple[Array, Array]]:
         number = tick - index
@@ -92,10 +95,7 @@ def run_pipeline(
 
         entering = lax.dynamic_index_in_dim(inputs, microbatch, keepdims=False)
         x = jnp.where((index == 0) & (repeat == 0), entering, received)
-        here = layers
-        if repeats > 1:
-            here = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), groups)
-        x = stage(here, x, jax.tree.map(of_microbatch, place))
+        x = stage(layers, x, jax.tree.map(of_microbatch, place), None if repeats == 1 else repeat)
         return lax.ppermute(x, RULES.layers, to_next), (x, works)
 
     inputs = manual.vary_alike(inputs, index, jax.tree.leaves(layers))[0]
