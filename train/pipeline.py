@@ -75,7 +75,7 @@ def run_pipeline(
         ticks = Ticks(jnp.int32(count), jnp.int32(count))
         if count == 1:
             return stage(layers, inputs[0], jax.tree.map(lambda p: p[0], place), None)[None], ticks
-        return lax.map(lambda piece: stage(layers, *piece, None), (inputs, place)), ticks
+        return lax.map(lambda piece: stage(layers, piece[0], piece[1], None), (inputs, place)), ticks
     index = manual.axis_index(RULES.layers)
     to_next = [(i, (i + 1) % stages) for i in range(stages)]
     if repeats > 1:
