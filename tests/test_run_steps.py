@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import types
 from unittest import mock
@@ -11,7 +12,7 @@ import test_watch
 from test_watch import NUM_STEPS, run, run_losses, summary, tiny
 from tiny_run import write_text
 
-from train import finish, run_steps
+from train import checkpoint, finish, run_steps
 from train.errors import SaveError
 from train.metrics import read_rows, write_json
 
@@ -49,6 +50,28 @@ def test_a_batch_that_cannot_be_read_costs_no_step(text, tmp_path, monkeypatch):
     assert checkpoints(run_dir) == [2, 3]
     assert run(dataclasses.replace(run_config, resume=True))[0] == 0
     assert test_watch.losses(run_dir) == run_losses(run_config, NUM_STEPS)
+
+
+def test_the_step_before_a_batch_that_cannot_be_read_is_saved_first(text, tmp_path, monkeypatch):
+    """Held-out text may be gone with it, and the disk of the checkpoints."""
+
+    def evaluate(params, batch):
+        raise AssertionError("evaluated")
+
+    run_dir, run_config = tmp_path / "run", tiny(text, tmp_path / "run", eval_every=3)
+    batches_fail(monkeypatch, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(test_watch, "fake_eval", lambda *_: evaluate)
+        with pytest.raises(ValueError, match="a document is damaged"):
+            run(run_config)
+    assert checkpoints(run_dir) == [2, 3]
+    shutil.rmtree(run_dir)
+    said = []
+    monkeypatch.setattr(run_steps, "report_failure", lambda console, problem, **how: said.append((problem, how)))
+    monkeypatch.setattr(checkpoint.CheckpointStore, "settle", lambda store: "no room")
+    with pytest.raises(ValueError, match="a document is damaged"):
+        run(run_config)
+    assert said[-1] == ("no room", {"is_last": True})
 
 
 def test_no_batch_is_read_that_no_step_needs(text, tmp_path, monkeypatch):

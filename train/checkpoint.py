@@ -40,7 +40,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from train import distributed
 from train.errors import TryAgainError
 from train.reading import DAMAGED, UNREADABLE, first_line, or_try_again, try_to_read
-from train.run_dir import CHECKPOINT_FOLDER
+from train.run_dir import CHECKPOINT_FOLDER, note_checkpoint
 from train.save_barrier import cause, most_telling
 from train.set_aside import set_aside
 from train.state import TrainState
@@ -181,6 +181,8 @@ class CheckpointStore:
             return None
         problem = self._try(self._manager.wait_until_finished)
         if problem is None:
+            if distributed.is_main():
+                note_checkpoint(self.folder.parent, self._writing)
             self._writing, self.failure = None, None
             if self.num_failures:
                 self._clear_up()

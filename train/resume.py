@@ -21,7 +21,7 @@ from train.errors import SaveError
 from train.pipeline import layer_order
 from train.prefetch import Prefetch
 from train.reading import or_try_again
-from train.run_dir import CHECKPOINT_FOLDER, CONFIG_FILE
+from train.run_dir import CHECKPOINT_FOLDER, CONFIG_FILE, NEWEST_FILE, note_checkpoint
 from train.state import TrainState, reorder_layers, schedule_order
 from train.step import abstract_state
 from train.unwritten import Unwritten
@@ -66,7 +66,7 @@ def find_start(run_dir: pathlib.Path, config: TrainConfig) -> tuple[checkpoint.M
         return meta, [f"changed since the checkpoint: {line}" for line in changes]
     changes = []
     with or_try_again(f"run_dir={str(run_dir)!r}"):
-        _check_not_gone(run_dir, config)
+        _check_not_gone(run_dir)
         if (run_dir / CONFIG_FILE).exists():
             saved = _read_config(run_dir / CONFIG_FILE)
             changes = check_config(saved, config, f"run_dir={str(run_dir)!r}", where=CONFIG_FILE)
@@ -76,26 +76,20 @@ def find_start(run_dir: pathlib.Path, config: TrainConfig) -> tuple[checkpoint.M
     ]
 
 
-def _check_not_gone(run_dir: pathlib.Path, config: TrainConfig) -> None:
-    """Refuse to start at the first step where the metrics tell that there were checkpoints.
-
-    A run that was killed in its first save has done `checkpoint.every` steps, or has left an interrupted write.
-    """
+def _check_not_gone(run_dir: pathlib.Path) -> None:
+    """Refuse to start at the first step where there were checkpoints."""
     path, folder = run_dir / metrics.METRICS_FILE, run_dir / CHECKPOINT_FOLDER
     if path.exists() and not folder.is_dir():
         raise checkpoint.CheckpointError(
             f"--resume: {run_dir} holds {path.name}, but its folder {folder.name} is gone; bring it back (is it on a "
             "disk that is not mounted?), or delete the folder of the run and start without --resume"
         )
-    every = config.checkpoint.every
-    with contextlib.suppress(checkpoint.CheckpointError, OSError, KeyError):
-        every = _read_config(run_dir / CONFIG_FILE)["checkpoint"]["every"]
-    last_step = max((row["step"] for row in metrics.read_rows(run_dir)), default=0)
-    if last_step > every and not any(folder.iterdir()):
+    mark = run_dir / NEWEST_FILE
+    if mark.exists():
         raise checkpoint.CheckpointError(
-            f"--resume: {path.name} of {run_dir} reaches step {last_step} and checkpoint.every={every}, but its folder "
-            f"{folder.name} is empty; bring the checkpoints back (are they on a disk that is not mounted?). If none "
-            f"could be written (no room?), choose another --run-dir, or delete {path} to start at the first step"
+            f"--resume: {run_dir} had a checkpoint of step {mark.read_text().strip()[:20]}, but its folder "
+            f"{folder.name} holds none; bring it back (is it on a disk that is not mounted?), or delete {mark} to "
+            "start at the first step"
         )
 
 
@@ -120,6 +114,8 @@ def restore(run: Run, store: checkpoint.CheckpointStore, abstract: TrainState, c
     for line in skipped:
         console.print(f"checkpoint {line}")
     step = progress.step if progress else 0
+    if progress and distributed.is_main():
+        note_checkpoint(run.run_dir, step)
     console.print(
         f"continuing after step {step}, from {store.folder / str(step)}" if progress else "starting at the first step"
     )
@@ -192,10 +188,10 @@ def check_saved(store: checkpoint.CheckpointStore, unwritten: Unwritten) -> None
         with contextlib.suppress(OSError):  # the store is gone
             steps = checkpoint.checkpoint_steps(store.folder)
         newest = "unknown, it cannot be read" if steps is None else max(steps, default="none")
-        way_on = "start anew with another --run-dir" if steps == [] else "--resume runs the steps after it again"
+        way_on = "starts at the first step" if steps == [] else "runs the steps after it again"
         raise SaveError(
             f"the last {store.failure} ({store.num_failures} failed in this run). The newest complete one in "
-            f"{store.folder}: {newest}; make room or mend the store, and {way_on}"
+            f"{store.folder}: {newest}; make room or mend the store, and --resume {way_on}"
         )
     if "summary.json" in unwritten.counts:
         raise SaveError("summary.json could not be written; the checkpoint is complete: --resume writes it again")

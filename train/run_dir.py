@@ -22,6 +22,7 @@ from train.errors import RunDirError, TryAgainError
 LOCK_FILE = "lock"
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
+NEWEST_FILE = "newest_checkpoint"
 _OF_A_RUN = {CONFIG_FILE, CHECKPOINT_FOLDER, "metrics.jsonl"}
 _PROBES = (".probe_", ".seen_by_all_")
 _HERE_S = 3.0  # for a process of this machine that is on its way out
@@ -72,6 +73,12 @@ def _names_of_cache(names: set[str], run_dir: pathlib.Path, cache: pathlib.Path)
         return set()
     inside = cache.relative_to(run_dir).parts
     return (set(inside[:1]) if inside else names) - _OF_A_RUN
+
+
+def note_checkpoint(run_dir: pathlib.Path, step: int) -> None:
+    """Write down that there is a checkpoint: when its folder is a disk that is not mounted, nothing else tells."""
+    with contextlib.suppress(OSError):
+        (run_dir / NEWEST_FILE).write_text(f"{step}\n")
 
 
 def make_run_dir(run_dir: pathlib.Path) -> None:

@@ -88,6 +88,8 @@ class Steps:
                     raise FloatingPointError(f"{too_many} (checkpoints: {self.store.folder})")
             if saved != progress.step:
                 self._save(progress, None)
+            if stop.failed:  # that save is the last thing that all do together
+                report_failure(self.console, self.store.settle(), is_last=True)
             if problem:
                 raise problem
             if stop.failed:
@@ -113,7 +115,7 @@ class Steps:
 
     def _evaluate(self, progress: Progress, row: dict[str, Any], reporter: report.StepReporter) -> float | None:
         """The held-out loss after this step, also put into its row of metrics; None where none is due."""
-        if not self._is_evaluated(progress):
+        if not self._is_evaluated(progress) or self.stop.failed:  # then its data may be gone, too, and a save is due
             return None
         with self.watch.phase("evaluate"):
             loss = self.evaluate(progress.state, self.run.config.eval_batches)

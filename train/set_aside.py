@@ -35,6 +35,8 @@ def set_aside(checkpoints: pathlib.Path, steps: Collection[int], folder: pathlib
 
 def _move(path: pathlib.Path, folder: pathlib.Path) -> tuple[bool, str]:
     """Whether it is out of the way, and where it is, or why it could not be moved."""
+    if not os.path.lexists(path):
+        return True, "it is gone"
     problem = ""
     for wanted in (folder / path.name, path.with_name(f"{path.name}.incomplete")):
         try:
