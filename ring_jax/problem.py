@@ -40,9 +40,10 @@ class Spec(NamedTuple):
     shared: tuple[tuple[str, ...], ...] = ((), (), ())  # manual axes over which query, key and value are the same
 
     @property
-    def sums_later(self) -> bool:
-        """Gradients of query, key or value are still to be summed over devices."""
-        return self.copies > 1 or any(self.shared)
+    def sums_later(self) -> tuple[bool, bool]:
+        """Whether the gradients of the query, and of key or value, are still to be summed over devices."""
+        query, key, value = self.shared
+        return bool(query), self.copies > 1 or bool(key or value)
 
     @property
     def keeps_lost(self) -> bool:

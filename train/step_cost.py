@@ -147,7 +147,8 @@ def predict_step(config: TrainConfig, topology: Topology, efficiency: Efficiency
     matmul, attention, recompute, ring, weights, tensor = (useful * seconds for seconds in layer)
     head, logits_again, tables = _head_cost(config, topology, links, efficiency)
     width, tokens = _width(config), config.tokens_per_step / (mesh.data * mesh.sequence)
-    ends = 3 * links["tensor"].gather(width * tokens * model.embed_dim)  # embedding out, head in, and its gradient out
+    # Of tokens: out of the embedding and into the head at each depth, and their gradients.
+    ends = (2 + 2 * model.mtp_depth) * links["tensor"].gather(width * tokens * model.embed_dim)
     state = state_bytes(config)
     return StepCost(
         matmul=matmul + head,
