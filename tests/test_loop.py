@@ -82,8 +82,8 @@ def test_a_run_writes_everything_it_promises(unbroken):
     run_dir, _ = unbroken
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
-        "checkpoints", "config.json", "heartbeat.json", "lock", "loss.png", "metrics.jsonl", "report.html",
-        "summary.json", "tensorboard",
+        "checkpoints", "config.json", "heartbeat.json", "lock", "loss.png", "metrics.jsonl", "newest_checkpoint",
+        "report.html", "summary.json", "tensorboard",
     }  # fmt: skip
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert any(path.name.startswith("events.out.tfevents") for path in (run_dir / "tensorboard").iterdir())
@@ -264,6 +264,9 @@ def test_what_cannot_be_continued_is_refused_before_the_text_is_read(unbroken, t
     with pytest.raises(ValueError, match=r"holds metrics\.jsonl, but its folder checkpoints is gone; bring it back"):
         loop.prepare(tiny(text, tmp_path / "run", resume=True), resume_command="")
     (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"had a checkpoint of step 6, but its folder checkpoints is empty or gone"):
+        loop.prepare(tiny(text, tmp_path / "run", resume=True), resume_command="")
+    (tmp_path / "run" / "newest_checkpoint").unlink()
     with pytest.raises(
         ValueError, match=r"run_dir=.*run' belongs to another run(.|\n)*embed_dim: 16 in config\.json, 32"
     ):

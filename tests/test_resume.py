@@ -42,7 +42,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_missed(text, tmp_path):
         find_start(run_dir, run_config)
     (run_dir / "checkpoints").mkdir()
     with pytest.raises(
-        CheckpointError, match=rf"had a checkpoint of step {steps[-1]}, but .* holds none; bring it bac"
+        CheckpointError, match=rf"had a checkpoint of step {steps[-1]}, but .* is empty or gone; bring it bac"
     ):
         find_start(run_dir, run_config)
     (run_dir / "newest_checkpoint").unlink()

@@ -85,11 +85,11 @@ def _check_not_gone(run_dir: pathlib.Path) -> None:
             "disk that is not mounted?), or delete the folder of the run and start without --resume"
         )
     mark = run_dir / NEWEST_FILE
-    if mark.exists():
+    if mark.exists() and not (folder.is_dir() and any(folder.iterdir())):
         raise checkpoint.CheckpointError(
             f"--resume: {run_dir} had a checkpoint of step {mark.read_text().strip()[:20]}, but its folder "
-            f"{folder.name} holds none; bring it back (is it on a disk that is not mounted?), or delete {mark} to "
-            "start at the first step"
+            f"{folder.name} is empty or gone; bring it back (is it on a disk that is not mounted?), or delete {mark} "
+            "to start at the first step"
         )
 
 
