@@ -171,6 +171,11 @@ def damaged(folder, name):
     if name == "bytes.jsonl":
         path.write_bytes(b'{"text": "\xff"}\n' + jsonl(["two"]) + b'{"text": "\\ud800"}\n')
         return path, r"bytes.jsonl', line 1: 'utf-8' codec can't decode", 1
+    return damaged_table(path, name)
+
+
+def damaged_table(path, name):
+    """The same for columns and records."""
     if name == "column.parquet":
         parquet(path, TEXTS, "body")
         return path, r"column.parquet' has no column 'text'; its columns are 'id', 'body'; name one of them", 0
